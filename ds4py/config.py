@@ -1,0 +1,377 @@
+"""Every setting of ds4py, frozen, split by its reader; the only reader of the environment.
+
+Owns: `Address`, the config classes, the `DS4_*` variables with their ranges and invalid-value rules
+(docs/spec/wire-protocol.md 12.3). Refuses to know: flags (cli/), what is learnt at run time.
+Invariant: a config object that exists is valid.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from ds4py.errors import ConfigError
+from ds4py.spans import LayerSpec
+
+DEFAULT_PORT: Final = 8000
+DEFAULT_PREFILL_CAP: Final = 4096
+DEFAULT_CTX: Final = 32768
+_STRICT_INT = re.compile(r"[ \t\n\v\f\r]*[+-]?[0-9]+", re.ASCII)
+
+DeviceName = str
+Precision = Literal["auto", "f32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A TCP endpoint as the user wrote it.
+
+    Args:
+        host: Name or numeric address, no brackets; empty means all addresses.
+        port: 0 to 65535; 0 lets the system choose (listeners only).
+    """
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port}: expected 0 to 65535")
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read `HOST:PORT` or `[IPV6]:PORT`.
+
+        Raises:
+            ConfigError: The text has another form.
+        """
+        host, colon, port = text.strip().rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        bad_host = not host or (":" in host and not bracketed)
+        if not colon or bad_host or not (port.isascii() and port.isdigit() and len(port) <= 5):
+            raise ConfigError(
+                f"address {text!r}: expected HOST:PORT, for example 127.0.0.1:8000 or [::1]:8000"
+            )
+        return cls(host[1:-1] if bracketed else host, int(port))
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether this names every interface, and so can not be dialled or advertised."""
+        return self.host in {"", "*", "0.0.0.0", "::"}  # noqa: S104 - compared, not bound
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteEntry:
+    """One worker to dial: `HOST:PORT`, or `HOST:PORT=LAYERS` for a peer that can not tell."""
+
+    address: Address
+    layers: LayerSpec | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> RouteEntry:
+        """Read one entry of `--dist-route`."""
+        address, sign, layers = text.strip().partition("=")
+        entry = cls(Address.parse(address), LayerSpec.parse(layers) if sign else None)
+        if entry.address.is_wildcard or entry.address.port == 0:
+            raise ConfigError(f"route entry {text!r}: expected a host and port that can be dialled")
+        return entry
+
+
+def parse_route(text: str) -> tuple[RouteEntry, ...]:
+    """Read `--dist-route`: entries separated by commas, each worker once."""
+    entries = tuple(RouteEntry.parse(part) for part in text.split(",") if part.strip())
+    if not entries:
+        raise ConfigError("--dist-route: no worker named; expected HOST:PORT[,HOST:PORT...]")
+    seen: set[Address] = set()
+    for entry in entries:
+        if entry.address in seen:
+            raise ConfigError(f"--dist-route: {entry.address} stands there twice")
+        seen.add(entry.address)
+    return entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketConfig:
+    """Options of every TCP connection (spec 12.1, 12.2).
+
+    Args:
+        buffer_mb: SO_SNDBUF and SO_RCVBUF in MiB; 0 leaves the system's sizes.
+        send_timeout: Seconds without progress after which a send fails.
+        recv_timeout: Seconds of silence after which a read fails; None waits for ever.
+        bind_host: Source address of outgoing connections.
+        bind_interface: Interface of outgoing connections.
+        connect_trace: Log every connection attempt.
+    """
+
+    buffer_mb: int = 128
+    send_timeout: float = 60.0
+    recv_timeout: float | None = None
+    bind_host: str | None = None
+    bind_interface: str | None = None
+    connect_trace: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTuning:
+    """Queues of a worker (spec 8.2, 5.5).
+
+    Args:
+        prefetch_depth: WORK bodies that may wait for the device per connection.
+        forward_window: Forwarded requests that may be outstanding per next hop.
+        prefetch: False handles one WORK at a time per connection.
+        decode_profile: Log timings of one-token spans.
+    """
+
+    prefetch_depth: int = 2
+    forward_window: int = 4
+    prefetch: bool = True
+    decode_profile: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTuning:
+    """Cutting and overlapping of a prefill (spec 7).
+
+    Args:
+        chunk: Tokens per chunk; None takes the session's prefill cap. A `ConfigError` is an
+            unusable environment value and fails the prefill, as in ds4.
+        window: Chunks in flight; None takes remote hops + 2 within 2 to 8. Or an error, likewise.
+        send_depth: Chunks that may wait to be sent.
+        pipeline: Whether chunks overlap at all.
+        ack_only: Whether chunks before the last ask for an ACK instead of logits.
+        prefill_cap: Most tokens that one span may have, before the context limits it.
+    """
+
+    chunk: int | ConfigError | None = None
+    window: int | ConfigError | None = None
+    send_depth: int = 2
+    pipeline: bool = True
+    ack_only: bool = True
+    prefill_cap: int | None = DEFAULT_PREFILL_CAP
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, int) and not 1 <= self.window <= 64:
+            raise ConfigError(f"prefill window {self.window}: expected 1 to 64")
+        if isinstance(self.chunk, int) and self.chunk < 1:
+            raise ConfigError(f"prefill chunk {self.chunk}: expected at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What one process computes, and where.
+
+    Args:
+        model: GGUF file, or any shard of a split one.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        precision: "f32" computes in float32 for exactness; "bf16" is fast; "auto" is "bf16".
+        n_ctx: Tokens per session; None takes the smaller of the model's own context and 32768.
+        n_slots: Sessions whose caches are held at once.
+        threads: CPU threads; None takes what the machine has, at most 12.
+    """
+
+    model: Path
+    device: DeviceName = "auto"
+    precision: Precision = "auto"
+    n_ctx: int | None = None
+    n_slots: int = 4
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_ctx is not None and self.n_ctx < 1:
+            raise ConfigError(f"context {self.n_ctx}: expected at least 1 token")
+        if self.n_slots < 1:
+            raise ConfigError(f"sessions {self.n_slots}: expected at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads {self.threads}: expected at least 1")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device {self.device!r}: expected auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """How a coordinator finds and drives its workers.
+
+    Args:
+        layers: First layers, owned by the coordinator itself; None owns none.
+        listen: Where workers dial, and HTTP clients too unless `ServerConfig.address` is set.
+        route: Workers that the coordinator dials.
+        activation_bits: Packing of hidden states on the wire: 32, 16 or 8.
+        prefill: Chunks and windows.
+        n_sessions: Token timelines that may be open at once.
+        rejoin_timeout: Seconds that a request waits for a lost worker or a replacement.
+        result_timeout: Seconds that a request waits for one answer of a stage.
+        decode_profile: Log timings of one-token spans.
+    """
+
+    layers: LayerSpec | None = None
+    listen: Address | None = None
+    route: tuple[RouteEntry, ...] = ()
+    activation_bits: int = 32
+    prefill: PrefillTuning = field(default_factory=PrefillTuning)
+    n_sessions: int = 1
+    rejoin_timeout: float = 30.0
+    result_timeout: float = 600.0
+    decode_profile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation_bits not in (32, 16, 8):
+            raise ConfigError(f"activation bits {self.activation_bits}: expected 32, 16 or 8")
+        if self.layers is not None and self.layers.start != 0:
+            raise ConfigError(
+                f"layers {self.layers}: a coordinator's own layers must start at 0; "
+                "give the others to workers"
+            )
+        if self.n_sessions < 1:
+            raise ConfigError(f"sessions {self.n_sessions}: expected at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """How a worker is reached and whom it dials.
+
+    Args:
+        layers: The slice.
+        listen: Data port; None takes all addresses and a port that the system picks.
+        coordinator: Coordinator to dial; None waits to be dialled.
+        tuning: Queues.
+    """
+
+    layers: LayerSpec
+    listen: Address | None = None
+    coordinator: Address | None = None
+    tuning: WorkerTuning = field(default_factory=WorkerTuning)
+
+    def __post_init__(self) -> None:
+        if self.listen is None and self.coordinator is None:
+            raise ConfigError(
+                "worker: nobody could reach it; give --dist-listen HOST:PORT to be dialled, "
+                "or --dist-coordinator HOST:PORT to dial"
+            )
+        target = self.coordinator
+        if target is not None and (target.is_wildcard or target.port == 0):
+            raise ConfigError(f"coordinator {target}: expected a host and port that can be dialled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen (docs/spec/server-and-cli.md 1.5).
+
+    Args:
+        temperature: 0 or less takes the most probable token.
+        top_k: Candidates kept by rank; 0 or less keeps all, more than 1024 becomes 1024.
+        top_p: Cumulative probability kept; outside (0, 1] becomes 1.
+        min_p: Probability kept relative to the best token.
+        seed: Positive makes the choice reproducible; 0 or less is taken from the clock.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.05
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP front.
+
+    Args:
+        address: Own HTTP listener; None serves HTTP on the coordinator's port only.
+        max_tokens: Output budget of a request that names none.
+        cors: Answer browsers of other origins.
+        sampling: Defaults of requests that name no value.
+        model_alias: Served model name; None takes the model's own.
+        max_body_bytes: Largest request body.
+        max_queue: Requests that may wait for a session.
+        keepalive_seconds: Pause after which a silent stream sends a comment line.
+    """
+
+    address: Address | None = None
+    max_tokens: int = 393216
+    cors: bool = False
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    model_alias: str | None = None
+    max_body_bytes: int = 64 << 20
+    max_queue: int = 256
+    keepalive_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max tokens {self.max_tokens}: expected at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The `DS4_*` variables, read once."""
+
+    socket: SocketConfig
+    worker: WorkerTuning
+    prefill: PrefillTuning
+    decode_profile: bool
+
+
+def read_environment(env: Mapping[str, str] | None = None) -> Environment:
+    """Read every variable of spec 12.3 with its range and invalid-value rule."""
+    source = os.environ if env is None else env
+    return Environment(
+        socket=SocketConfig(
+            buffer_mb=_ranged(source, "DS4_DIST_SOCKET_BUFFER_MB", 0, 512, 128),
+            send_timeout=_ranged(source, "DS4_DIST_SOCKET_TIMEOUT_SEC", 1, 3600, 60),
+            recv_timeout=_ranged(source, "DS4_DIST_SOCKET_RECV_TIMEOUT_SEC", 1, 3600, 0) or None,
+            bind_host=source.get("DS4_DIST_CONNECT_BIND_HOST") or None,
+            bind_interface=source.get("DS4_DIST_CONNECT_BIND_IF") or None,
+            connect_trace="DS4_DIST_CONNECT_TRACE" in source,
+        ),
+        worker=WorkerTuning(
+            prefetch_depth=_ranged(source, "DS4_DIST_WORKER_PREFETCH_DEPTH", 1, 8, 2),
+            forward_window=_ranged(source, "DS4_DIST_WORKER_FORWARD_WINDOW", 1, 64, 4),
+            prefetch="DS4_DIST_DISABLE_WORKER_PREFETCH" not in source,
+            decode_profile="DS4_DIST_DECODE_PROFILE" in source,
+        ),
+        prefill=PrefillTuning(
+            chunk=_fatal(source, "DS4_DIST_PREFILL_CHUNK", 1, 2**32 - 1),
+            window=_fatal(source, "DS4_DIST_PREFILL_WINDOW", 1, 64),
+            send_depth=_ranged(source, "DS4_DIST_PREFILL_SEND_DEPTH", 1, 8, 2),
+            pipeline="DS4_DIST_DISABLE_PREFILL_PIPELINE" not in source,
+            ack_only="DS4_DIST_DISABLE_PREFILL_ACK_ONLY" not in source,
+            prefill_cap=_prefill_cap(source.get("DS4_METAL_PREFILL_CHUNK")),
+        ),
+        decode_profile="DS4_DIST_DECODE_PROFILE" in source,
+    )
+
+
+def _strict_int(text: str) -> int | None:
+    return int(text) if len(text) < 40 and _STRICT_INT.fullmatch(text) else None
+
+
+def _ranged(env: Mapping[str, str], name: str, low: int, high: int, default: int) -> int:
+    """Read an integer whose invalid values mean the default."""
+    value = _strict_int(env.get(name, ""))
+    return value if value is not None and low <= value <= high else default
+
+
+def _fatal(env: Mapping[str, str], name: str, low: int, high: int) -> int | ConfigError | None:
+    """Read an integer whose invalid values must fail the prefill (spec 12.3)."""
+    text = env.get(name, "")
+    if not text:
+        return None
+    value = _strict_int(text)
+    if value is None or not low <= value <= high:
+        return ConfigError(f"{name}={text!r}: expected an integer from {low} to {high}")
+    return value
+
+
+def _prefill_cap(text: str | None) -> int | None:
+    """Read DS4_METAL_PREFILL_CHUNK; None means "as large as the context" (spec 12.3)."""
+    if text is None:
+        return DEFAULT_PREFILL_CAP
+    leading = re.match(r"\s*([+-]?\d{1,18})", text, re.ASCII)
+    value = int(leading[1]) if leading else 0
+    return value if value > 0 else None

@@ -1,0 +1,277 @@
+"""The seams of ds4py: what a stage does, what a session does, what a server needs.
+
+Owns: the Protocols `SliceRunner`, `Session`, `Backend` and the values that cross them. Refuses to
+know: sockets, tensors, HTTP. Invariant: everything here is a frozen value or a Protocol, so both
+towers (network, model) can be tested alone.
+
+Axis glossary: `T` tokens in a span, `W` hidden width, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+from ds4py.errors import Ds4Error
+from ds4py.hidden import F32, HiddenBatch
+from ds4py.spans import LayerSpan
+
+SessionId = NewType("SessionId", int)
+"""64-bit, non-zero; names one token timeline on every stage of a route."""
+
+Progress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in the whole prompt); must return at once."""
+
+Cancelled = Callable[[], bool]
+"""Polled between chunks and tokens; True asks the work to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """Identity and shape of a model, as far as peers, server and sampler need it.
+
+    Args:
+        model_id: 32-bit id on the wire. ds4's own models keep ds4's ids; any other model has
+            `0x80000000 | crc32(architecture and shape)`.
+        name: Name on the wire, at most 127 bytes of UTF-8.
+        architecture: `general.architecture` of the GGUF.
+        n_layers: Layers of the whole model.
+        n_vocab: Vocabulary size `V`.
+        hidden_width: Values per token between layers, `W`.
+        n_ctx_train: Context length that the model was trained for, in tokens.
+        quant_bits: 2 or 4; informational on the wire.
+    """
+
+    model_id: int
+    name: str
+    architecture: str
+    n_layers: int
+    n_vocab: int
+    hidden_width: int
+    n_ctx_train: int
+    quant_bits: int
+
+
+class Want(Enum):
+    """What a stage should hand back for a span."""
+
+    NOTHING = "nothing"
+    HIDDEN = "hidden"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceWork:
+    """One span of one session, for one stage.
+
+    Args:
+        session: Timeline that the span continues.
+        tokens: Token ids `[T]`.
+        pos0: Absolute position of the first token, 0-based; equals the timeline's length.
+        hidden: Output of the previous layer `[T, W]`; None exactly when the slice starts at 0.
+        reset: Empty the timeline first.
+        want: What to hand back: nothing, hidden states of all rows, or logits of the last row.
+        reply_bits: Packing of a hidden reply: 32, 16 or 8.
+    """
+
+    session: SessionId
+    tokens: tuple[int, ...]
+    pos0: int
+    hidden: HiddenBatch | None
+    reset: bool = False
+    want: Want = Want.HIDDEN
+    reply_bits: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceOutput:
+    """Answer to one `SliceWork`.
+
+    Args:
+        hidden: Packed `[T, W]` if asked for.
+        logits: `f32[V]` of the last row if asked for; owned by the receiver.
+        eval_usec: Time that the span spent in evaluation, microseconds.
+    """
+
+    hidden: HiddenBatch | None = None
+    logits: F32 | None = None
+    eval_usec: int = 0
+
+
+class SliceRunner(Protocol):
+    """One machine's slice of a model with its caches.
+
+    All methods but the properties must be called on one thread, the device thread.
+    """
+
+    @property
+    def card(self) -> ModelCard:
+        """Identity of the whole model."""
+
+    @property
+    def span(self) -> LayerSpan:
+        """The owned layers."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `apply_head` can run (always when the span has the output)."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one session can hold."""
+
+    @property
+    def n_slots(self) -> int:
+        """Sessions that the cache pool can hold at once."""
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether a timeline can be cut at any position."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights held by this process."""
+
+    def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
+        """Evaluate spans of different sessions; answers stand in the order of the batch.
+
+        A session appears at most once in a batch. An unknown session takes a free slot;
+        `CapacityError` if there is none. One span's error disturbs no other span, and leaves that
+        session's timeline as it was unless the error is the device's own.
+        """
+
+    def apply_head(self, row: HiddenBatch) -> F32:
+        """Return logits `f32[V]` for the last row of a hidden batch."""
+
+    def length(self, session: SessionId) -> int | None:
+        """Return the number of cached tokens of a session, None if it is unknown."""
+
+    def rewind(self, session: SessionId, n_tokens: int) -> None:
+        """Keep the first `n_tokens` of a session (only if `can_rewind`)."""
+
+    def drop(self, session: SessionId) -> None:
+        """Free a session's slot; an unknown session is no error."""
+
+    def close(self) -> None:
+        """Free the device memory; idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncResult:
+    """What `Session.sync` did.
+
+    Args:
+        logits: `f32[V]` for the token after the prompt.
+        n_cached: Leading tokens that were reused instead of evaluated.
+    """
+
+    logits: F32
+    n_cached: int
+
+
+class Session(Protocol):
+    """One token timeline, wherever its layers are. Used by one thread at a time."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens that the caches represent."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that the session can hold."""
+
+    def sync(
+        self,
+        tokens: Sequence[int],
+        *,
+        progress: Progress | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> SyncResult:
+        """Bring the timeline to exactly `tokens`, reusing whatever prefix it can.
+
+        Raises:
+            CapacityError: The prompt is empty or longer than the context; nothing was changed.
+            CancelledError: `cancelled` became true; finished chunks stay cached.
+            RouteIncompleteError: Some layers have no owner.
+            ClusterError: A stage failed and the replay failed too.
+            TransportError: A stage was lost and did not come back in time.
+        """
+
+    def eval(self, token: int) -> F32:
+        """Append one token and return the logits `f32[V]` after it; raises as `sync`."""
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget everything after the first `n_tokens` tokens."""
+
+    def close(self) -> None:
+        """Give the session's memory back; idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStatus:
+    """One process of the route and how fast it has been.
+
+    Args:
+        name: "coordinator" or the worker's address.
+        span: Its layers; None for a coordinator that owns none.
+        weight_bytes: Packed weights in its memory; None if a plain peer can not tell.
+        prefill_tokens: Tokens evaluated in spans of more than one token.
+        prefill_usec: Time spent on them in evaluation.
+        decode_tokens: Tokens evaluated in spans of one token.
+        decode_usec: Time spent on them in evaluation.
+        decode_hop_usec: Time that spans of one token spent between this stage and the next beyond
+            the next stages' own evaluation: wire, queues, codecs.
+    """
+
+    name: str
+    span: LayerSpan | None
+    weight_bytes: int | None = None
+    prefill_tokens: int = 0
+    prefill_usec: int = 0
+    decode_tokens: int = 0
+    decode_usec: int = 0
+    decode_hop_usec: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether requests can be served now.
+
+    Args:
+        ready: The whole model is reachable.
+        missing: Which layers nobody serves; empty when ready.
+        stages: The route in layer order, as far as it is known.
+    """
+
+    ready: bool
+    missing: str
+    stages: tuple[StageStatus, ...] = ()
+
+
+class Backend(Protocol):
+    """What the HTTP server and the CLI need to know of everything below them."""
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one session can hold."""
+
+    def lease(
+        self, tokens: Sequence[int], *, cancelled: Cancelled | None = None
+    ) -> AbstractContextManager[Session]:
+        """Borrow the free session that shares the longest prefix with `tokens`.
+
+        Waits in arrival order while all are busy.
+
+        Raises:
+            CancelledError: `cancelled` became true while waiting.
+        """
+
+    def health(self) -> Health:
+        """Report readiness; never blocks."""
