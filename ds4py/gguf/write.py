@@ -1,0 +1,192 @@
+"""Writer of small GGUF files, for tests and tools.
+
+Owns: the layout of version 3, single or split. Refuses to know: quantization (tensors are given as
+packed bytes) and model files of many gigabytes. Invariant: the same arguments make the same bytes.
+
+How a Python value is stored: bool as BOOL; int as UINT32, INT32, UINT64 or INT64, the first that
+holds it; float as FLOAT32; str as STRING; a NumPy scalar by its dtype; a sequence of str as an
+array of STRING; a NumPy array as an array of its dtype.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4py.errors import GgufError
+from ds4py.gguf import kinds
+
+ScalarValue = bool | int | float | str | np.generic
+WriteValue = ScalarValue | list[str] | tuple[str, ...] | npt.NDArray[np.generic]
+_KIND_OF: Final = {dtype: kind for kind, dtype in kinds.NUMERIC_KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """One tensor to write.
+
+    Args:
+        name: Name in the directory.
+        type_id: Tensor type; an unknown one is written as it is.
+        dims: Dimensions in GGUF order, fastest first.
+        packed: Bytes of the blocks; only read.
+    """
+
+    name: str
+    type_id: int
+    dims: tuple[int, ...]
+    packed: bytes | memoryview
+
+    def __post_init__(self) -> None:
+        if kinds.is_known(self.type_id):
+            expected = kinds.tensor_bytes(self.type_id, self.dims)
+            if len(self.packed) != expected:
+                raise GgufError(
+                    f"tensor {self.name}: got {len(self.packed)} bytes, expected {expected} for "
+                    f"{kinds.type_name(self.type_id)} {list(self.dims)}"
+                )
+
+
+def write_gguf(
+    stream: BinaryIO,
+    metadata: Mapping[str, WriteValue],
+    tensors: Sequence[TensorSource],
+    *,
+    alignment: int = kinds.DEFAULT_ALIGNMENT,
+) -> None:
+    """Write one whole file to a binary stream; tensors stand in the given order."""
+    stream.writelines(_pieces(metadata, tensors, alignment))
+
+
+def save_gguf(
+    path: Path,
+    metadata: Mapping[str, WriteValue],
+    tensors: Sequence[TensorSource],
+    *,
+    alignment: int = kinds.DEFAULT_ALIGNMENT,
+    n_shards: int = 1,
+) -> list[Path]:
+    """Write a file, or several shards of about as many tensors each.
+
+    Args:
+        path: The file; for shards the name without number (`toy.gguf` becomes
+            `toy-00001-of-00003.gguf` and so on).
+        metadata: Goes whole into the first shard; the others only know their own number.
+        tensors: In the order of the file.
+        alignment: Power of two.
+        n_shards: 1 writes one plain file.
+
+    Returns:
+        The written files in order.
+
+    Raises:
+        GgufError: The file system refused.
+    """
+    parts = (
+        [(path, metadata, tensors)] if n_shards == 1 else _split(path, metadata, tensors, n_shards)
+    )
+    for part_path, part_metadata, part_tensors in parts:
+        try:
+            with part_path.open("wb") as stream:
+                write_gguf(stream, part_metadata, part_tensors, alignment=alignment)
+        except OSError as error:
+            raise GgufError(f"can not be written: {error.strerror}", path=part_path) from error
+    return [part[0] for part in parts]
+
+
+def shard_name(stem: str, number: int, count: int) -> str:
+    """Return the file name of shard `number` (0-based) of `count`."""
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.gguf"
+
+
+def _split(
+    path: Path, metadata: Mapping[str, WriteValue], tensors: Sequence[TensorSource], n_shards: int
+) -> list[tuple[Path, Mapping[str, WriteValue], Sequence[TensorSource]]]:
+    parts: list[tuple[Path, Mapping[str, WriteValue], Sequence[TensorSource]]] = []
+    for number in range(n_shards):
+        own: dict[str, WriteValue] = {
+            "split.no": np.uint16(number),
+            "split.count": np.uint16(n_shards),
+            "split.tensors.count": np.int32(len(tensors)),
+        }
+        first, past = (len(tensors) * k // n_shards for k in (number, number + 1))
+        name = shard_name(path.name.removesuffix(".gguf"), number, n_shards)
+        keys = {**metadata, **own} if number == 0 else own
+        parts.append((path.with_name(name), keys, tensors[first:past]))
+    return parts
+
+
+def _pieces(
+    metadata: Mapping[str, WriteValue], tensors: Sequence[TensorSource], alignment: int
+) -> Iterator[bytes | memoryview]:
+    entries = dict(metadata)
+    if alignment != kinds.DEFAULT_ALIGNMENT:
+        entries[kinds.ALIGNMENT_KEY] = np.uint32(alignment)
+    head = bytearray(kinds.MAGIC)
+    head += struct.pack("<IQQ", kinds.NEWEST_VERSION, len(tensors), len(entries))
+    for key, value in entries.items():
+        head += _string(key) + _value(value)
+    offset = 0
+    for tensor in tensors:
+        head += _string(tensor.name) + struct.pack("<I", len(tensor.dims))
+        head += struct.pack(f"<{len(tensor.dims)}QIQ", *tensor.dims, tensor.type_id, offset)
+        offset += len(tensor.packed) + _padding(len(tensor.packed), alignment)
+    yield bytes(head)
+    yield bytes(_padding(len(head), alignment))
+    for tensor in tensors:
+        yield tensor.packed
+        yield bytes(_padding(len(tensor.packed), alignment))
+
+
+def _padding(length: int, alignment: int) -> int:
+    return -length % alignment
+
+
+def _string(text: str) -> bytes:
+    utf8 = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(utf8)) + utf8
+
+
+def _value(value: WriteValue) -> bytes:
+    """Encode one value with its type id in front."""
+    if isinstance(value, (list, tuple)):
+        strings = b"".join(map(_string, value))
+        return struct.pack("<IIQ", kinds.KIND_ARRAY, kinds.KIND_STRING, len(value)) + strings
+    if isinstance(value, np.ndarray):
+        kind = _numeric_kind(value.dtype)
+        return struct.pack("<IIQ", kinds.KIND_ARRAY, kind, value.size) + value.tobytes()
+    kind, encoded = _scalar(value)
+    return struct.pack("<I", kind) + encoded
+
+
+def _scalar(value: ScalarValue) -> tuple[int, bytes]:
+    if isinstance(value, str):
+        return kinds.KIND_STRING, _string(value)
+    if isinstance(value, np.generic):  # before float: np.float64 is one, and stays 64 bits wide
+        return _numeric_kind(value.dtype), value.tobytes()
+    if isinstance(value, bool):
+        return kinds.KIND_BOOL, bytes([value])
+    if isinstance(value, int):
+        kind = _int_kind(value)
+        return kind, kinds.NUMERIC_KINDS[kind].type(value).tobytes()
+    return kinds.KIND_FLOAT32, struct.pack("<f", value)
+
+
+def _int_kind(value: int) -> int:
+    if value >= 0:
+        return kinds.KIND_UINT32 if value < 1 << 32 else kinds.KIND_UINT64
+    return kinds.KIND_INT32 if value >= -(1 << 31) else kinds.KIND_INT64
+
+
+def _numeric_kind(dtype: np.dtype[np.generic]) -> int:
+    if dtype == np.bool_:
+        return kinds.KIND_BOOL
+    if dtype not in _KIND_OF:
+        raise GgufError(f"metadata value of dtype {dtype}: GGUF has no such type")
+    return _KIND_OF[dtype]
