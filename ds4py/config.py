@@ -215,7 +215,7 @@ class CoordinatorConfig:
     route: tuple[RouteEntry, ...] = ()
     activation_bits: int = 32
     prefill: PrefillTuning = field(default_factory=PrefillTuning)
-    n_sessions: int = 1
+    n_sessions: int = 4
     rejoin_timeout: float = 30.0
     result_timeout: float = 600.0
     decode_profile: bool = False

@@ -1,0 +1,1 @@
+"""Many machines as one session: pure decisions, and the threads that carry them out."""
