@@ -1,0 +1,156 @@
+"""The token loop: prompt in, events out, over any session.
+
+Owns: the budget, the end of a reply, and cancelling between tokens. Refuses to know: text, stop
+strings (their owner closes the generator), HTTP. Invariant: a token is evaluated only if a further
+token will be sampled after it, so that nothing is computed that nobody reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from ds4py.contracts import Cancelled, Progress, Session
+from ds4py.errors import CancelledError, CapacityError
+from ds4py.generation.sampling import F32
+
+
+class FinishReason(StrEnum):
+    """Why a reply ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is in the session.
+
+    Args:
+        n_prompt: Tokens of the prompt.
+        n_cached: Leading tokens that were reused instead of evaluated.
+        seconds: Time that it took.
+    """
+
+    n_prompt: int
+    n_cached: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token that belongs to the reply."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The reply is complete; the last event.
+
+    Args:
+        reason: Why it ended.
+        n_tokens: Tokens of the reply, the end token not counted.
+        seconds: Time from the end of the prompt.
+        eos_id: The end token that was sampled; None for another reason.
+    """
+
+    reason: FinishReason
+    n_tokens: int
+    seconds: float
+    eos_id: int | None = None
+
+
+Step = Prefilled | Token | Finished
+
+
+class Picker(Protocol):
+    """Chooses tokens; `ds4py.generation.sampling.Sampler` is one."""
+
+    def pick(self, logits: F32) -> int:
+        """Return the id of the next token for logits `f32[V]`."""
+
+
+def generate(
+    session: Session,
+    prompt: Sequence[int],
+    *,
+    sampler: Picker,
+    eos_ids: Collection[int],
+    max_tokens: int | None = None,
+    progress: Progress | None = None,
+    cancelled: Cancelled | None = None,
+) -> Generator[Step, None, None]:
+    """Yield one `Prefilled`, a `Token` per token of the reply, and one `Finished`.
+
+    Nothing happens before the first event is asked for. Whoever has read enough closes the
+    generator; the token yielded last has then not been evaluated.
+
+    Args:
+        session: Brought to the prompt first; afterwards it holds the prompt and all tokens of the
+            reply but the last.
+        prompt: At least one token, and fewer than the session's context.
+        sampler: Chooses the tokens.
+        eos_ids: Tokens that end the reply; they are reported, but are no part of it.
+        max_tokens: Budget; None and anything larger than the room left means the room left.
+            0 only evaluates the prompt.
+        progress: Passed to `Session.sync`.
+        cancelled: Polled during the prompt and before each token.
+
+    Raises:
+        CapacityError: The prompt leaves no room for a token; nothing was changed.
+        Ds4Error: What `Session.sync` and `Session.eval` raise, but for `CancelledError`, which
+            becomes `Finished`.
+    """
+    room = session.n_ctx - len(prompt)
+    if room < 1:
+        raise CapacityError(
+            "context for the prompt and one more token",
+            needed=len(prompt) + 1,
+            available=session.n_ctx,
+        )
+    stopwatch = _stopwatch()
+    try:
+        synced = session.sync(prompt, progress=progress, cancelled=cancelled)
+    except CancelledError:
+        yield Finished(FinishReason.CANCELLED, 0, 0.0)
+        return
+    yield Prefilled(len(prompt), synced.n_cached, stopwatch())
+    budget = room if max_tokens is None else max(0, min(max_tokens, room))
+    yield from _reply(session, synced.logits, sampler, frozenset(eos_ids), budget, cancelled)
+
+
+def _reply(
+    session: Session,
+    logits: F32,
+    sampler: Picker,
+    eos_ids: frozenset[int],
+    budget: int,
+    cancelled: Cancelled | None,
+) -> Generator[Step, None, None]:
+    seconds = _stopwatch()
+    for n_tokens in range(budget):
+        if cancelled is not None and cancelled():
+            yield Finished(FinishReason.CANCELLED, n_tokens, seconds())
+            return
+        token = sampler.pick(logits)
+        if token in eos_ids:
+            yield Finished(FinishReason.STOP, n_tokens, seconds(), eos_id=token)
+            return
+        yield Token(token)
+        if n_tokens + 1 < budget:
+            try:
+                logits = session.eval(token)
+            except CancelledError:
+                yield Finished(FinishReason.CANCELLED, n_tokens + 1, seconds())
+                return
+    yield Finished(FinishReason.LENGTH, budget, seconds())
+
+
+def _stopwatch() -> Callable[[], float]:
+    start = time.monotonic()
+    return lambda: time.monotonic() - start

@@ -1,0 +1,101 @@
+"""Errors as HTTP clients read them.
+
+Owns: which status, type and code an exception gets, and the OpenAI error body. Refuses to know:
+routes, streams. Invariant: only messages that ds4py wrote for people leave the process; everything
+else becomes one fixed sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from starlette.responses import Response
+
+from ds4py.errors import CancelledError, CapacityError, Ds4Error, RequestError, RouteIncompleteError
+
+SHUTTING_DOWN: Final = "server shutting down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One error, ready to be sent.
+
+    Args:
+        status: HTTP status, used while no byte has been sent.
+        message: One sentence for people.
+        code: Machine-readable word.
+        param: Offending request field.
+        extra: Further JSON members of the error object.
+    """
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    extra: dict[str, int] = field(default_factory=dict)
+
+    def body(self) -> dict[str, object]:
+        """Return the `error` object of the OpenAI dialect."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+            **self.extra,
+        }
+
+
+def unknown_endpoint() -> RequestError:
+    """Return the error of a path or method that does not exist."""
+    return RequestError("unknown endpoint", status=404)
+
+
+def shutting_down() -> RequestError:
+    """Return the error of requests that come or run while the server stops."""
+    return RequestError(SHUTTING_DOWN, status=503, code="shutting_down")
+
+
+def describe(error: BaseException) -> Problem:
+    """Choose what a client learns about an exception."""
+    match error:
+        case RequestError():
+            return Problem(
+                status=error.status,
+                message=error.message,
+                code=error.code,
+                param=error.param,
+                extra=error.extra,
+            )
+        case RouteIncompleteError():
+            return Problem(status=503, message=str(error), code="route_incomplete")
+        case CapacityError():
+            return Problem(status=503, message=str(error), code="capacity_exhausted")
+        case CancelledError():
+            return Problem(status=503, message=str(error) or SHUTTING_DOWN, code="cancelled")
+        case Ds4Error():
+            return Problem(status=500, message=str(error))
+        case _:
+            return Problem(status=500, message="internal error; the server's log has the details")
+
+
+def json_response(
+    content: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Return a JSON reply whose body ends with one newline (docs/spec/server-and-cli.md 1.1)."""
+    return Response(
+        msgspec.json.encode(content) + b"\n",
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def error_response(error: BaseException) -> Response:
+    """Return the HTTP reply for an exception."""
+    problem = describe(error)
+    # 503 is always a state that passes: a queue, a missing worker
+    headers = {"Retry-After": "1"} if problem.status == 503 else None
+    return json_response({"error": problem.body()}, problem.status, headers)

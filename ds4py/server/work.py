@@ -1,0 +1,202 @@
+"""What a generation thread does for one request.
+
+Owns: `Order` in, `Started`, `Piece` and `Done` out; the meeting of session, sampler and text
+stream; the request's tally. Refuses to know: the event loop, HTTP, JSON. Invariant: the session is
+given back before `perform` returns or raises, and text after a stop string is never emitted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ds4py.config import SamplingParams
+from ds4py.contracts import Backend, Cancelled, Session
+from ds4py.errors import CancelledError, Ds4Error, LocalProtocolError
+from ds4py.generation.loop import Finished, FinishReason, Prefilled, Step, Token, generate
+from ds4py.generation.sampling import Sampler
+from ds4py.server.prompts import TextStack
+from ds4py.text.stream import TextStream
+from ds4py.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+Finish = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a request asks of the model.
+
+    Args:
+        prompt: Token ids, at least one, fewer than the context holds.
+        sampling: How tokens are chosen.
+        stop: Texts that end the answer.
+        max_tokens: Most tokens to generate; 0 only evaluates the prompt.
+        token_ids: Report every sampled token id, also of tokens that show no text yet.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    max_tokens: int
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """What a request cost.
+
+    Args:
+        n_prompt: Tokens of the prompt.
+        n_cached: Leading prompt tokens that were not evaluated again.
+        n_completion: Sampled tokens, shown or not, without the end token.
+        prefill_seconds: From the lease of a session to the first logits.
+        decode_seconds: From there to the end.
+    """
+
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_completion: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is evaluated; text follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text, never half a character and never part of a stop string.
+
+    Args:
+        text: May be empty if there are tokens.
+        tokens: Ids sampled since the last piece, if the order asks for them.
+    """
+
+    text: str
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The end of a request, always its last event.
+
+    Args:
+        finish: The reason, in the words of the OpenAI dialect.
+        error: Why it failed; exactly when `finish` is "error".
+        tally: What it cost.
+    """
+
+    finish: Finish
+    error: Exception | None = None
+    tally: Tally = Tally()
+
+
+Event = Started | Piece | Done
+Emit = Callable[[Started | Piece], None]
+
+
+class Performer:
+    """Performs orders; any number of threads may do so at once.
+
+    Args:
+        backend: Sessions of the model.
+        text: Tokenizer of the same model.
+    """
+
+    def __init__(self, backend: Backend, text: TextStack):
+        self._backend = backend
+        self._tokenizer = text.tokenizer
+
+    def perform(self, order: Order, emit: Emit, cancelled: Cancelled) -> Done:
+        """Generate one answer.
+
+        Args:
+            order: What to generate.
+            emit: Takes events in order; raises `CancelledError` when nobody wants them any more.
+            cancelled: Polled while waiting and between chunks and tokens.
+
+        Returns:
+            The end, also of a generation that broke off after the prompt was evaluated.
+
+        Raises:
+            Ds4Error: The prompt could not be evaluated; nothing was emitted.
+        """
+        with self._backend.lease(order.prompt, cancelled=cancelled) as session:
+            return _Run(order, emit, self._tokenizer).drive(session, cancelled)
+
+
+class _Run:
+    """The state of one order while it runs."""
+
+    def __init__(self, order: Order, emit: Emit, tokenizer: Tokenizer):
+        self._order = order
+        self._emit = emit
+        self._tokenizer = tokenizer
+        self._text = TextStream(order.stop)
+        self._began = time.monotonic()
+        self._prefilled: float | None = None
+        self._n_cached = 0
+        self._n_completion = 0
+
+    def drive(self, session: Session, cancelled: Cancelled) -> Done:
+        """Generate on a leased session; see `Performer.perform`."""
+        events = generate(
+            session,
+            self._order.prompt,
+            sampler=Sampler(self._order.sampling),
+            eos_ids=self._tokenizer.eos_ids,
+            max_tokens=self._order.max_tokens,
+            cancelled=cancelled,
+        )
+        try:
+            finish = self._consume(events)
+        except Exception as error:
+            if self._prefilled is None:
+                raise
+            if not isinstance(error, Ds4Error):
+                _log.exception("generation failed")
+            return Done(finish="error", error=error, tally=self._tally())
+        return Done(finish=finish, tally=self._tally())
+
+    def _consume(self, events: Iterable[Step]) -> Finish:
+        for event in events:
+            match event:
+                case Prefilled():
+                    self._prefilled = time.monotonic()
+                    self._n_cached = event.n_cached
+                    self._emit(Started())
+                case Token():
+                    self._n_completion += 1
+                    text = self._text.push(self._tokenizer.token_bytes(event.id))
+                    self._show(text, (event.id,) if self._order.token_ids else ())
+                    if self._text.stopped:
+                        return "stop"
+                case Finished(reason=FinishReason.CANCELLED):
+                    raise CancelledError("the request was cancelled")
+                case Finished(reason=reason):
+                    self._show(self._text.finish())
+                    by_text = self._text.stopped or reason is FinishReason.STOP
+                    return "stop" if by_text else "length"
+        raise LocalProtocolError("a generation ended without saying why")
+
+    def _show(self, text: str, tokens: tuple[int, ...] = ()) -> None:
+        if text or tokens:
+            self._emit(Piece(text, tokens))
+
+    def _tally(self) -> Tally:
+        now = time.monotonic()
+        prefilled = now if self._prefilled is None else self._prefilled
+        return Tally(
+            n_prompt=len(self._order.prompt),
+            n_cached=self._n_cached,
+            n_completion=self._n_completion,
+            prefill_seconds=prefilled - self._began,
+            decode_seconds=now - prefilled,
+        )

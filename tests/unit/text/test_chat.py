@@ -1,0 +1,153 @@
+"""Messages to prompts: templates, fallbacks, refusals, BOS."""
+
+import logging
+
+import pytest
+
+from ds4py.errors import RequestError
+from ds4py.text.chat import ChatTemplate, Message, text_of
+from ds4py.text.tokenizer import load_tokenizer
+from tests.unit.text.toy_vocabularies import bpe, bpe_metadata, spm
+
+HELLO = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+CHATML = (
+    "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+PLAIN = "system: Be kind.\nuser: Hello\nassistant:"
+
+
+def template(source: str | None, **values: object) -> ChatTemplate:
+    metadata = bpe_metadata(**values)  # type: ignore[arg-type]
+    del metadata["tokenizer.chat_template"]
+    if source is not None:
+        metadata["tokenizer.chat_template"] = source
+    return ChatTemplate.from_metadata(metadata, load_tokenizer(metadata))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_models_own_template_is_used() -> None:
+    metadata = bpe_metadata()
+    chat = ChatTemplate.from_metadata(metadata, load_tokenizer(metadata))
+    assert not chat.is_fallback
+    assert chat.render(HELLO) == CHATML
+    assert chat.render(HELLO, add_generation_prompt=False) + "<|im_start|>assistant\n" == CHATML
+
+
+def test_special_tokens_have_their_names_in_the_template() -> None:
+    chat = template("{{ bos_token }}-{{ eos_token }}-{{ unk_token }}-{{ pad_token }}")
+    assert chat.render([]) == "<|im_start|>-<|im_end|>-<|endoftext|>-<|im_end|>"
+
+
+def test_a_token_that_the_file_does_not_name_is_empty_in_the_template() -> None:
+    metadata = bpe_metadata()
+    del metadata["tokenizer.ggml.padding_token_id"]
+    metadata["tokenizer.chat_template"] = "[{{ pad_token }}]"
+    assert ChatTemplate.from_metadata(metadata, load_tokenizer(metadata)).render([]) == "[]"
+
+
+def test_further_variables_reach_the_template() -> None:
+    chat = template("{{ enable_thinking }}{{ tools is none }}")
+    assert chat.render([], enable_thinking=False) == "FalseTrue"
+
+
+def test_the_template_sees_the_messages_in_one_form() -> None:
+    chat = template("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}")
+    messages: list[Message] = [
+        {"content": "no role"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": [{"text": "a"}, {"type": "image"}, {"text": "b"}]},
+        {"role": "developer", "content": "rules"},
+        {"role": "tool"},
+    ]
+    assert chat.render(messages) == "user=no role;assistant=;user=ab;system=rules;tool=;"
+
+
+def test_a_template_that_knows_developers_sees_them() -> None:
+    chat = template("{% if messages[0].role == 'developer' %}yes{% endif %}")
+    assert chat.render([{"role": "developer", "content": ""}]) == "yes"
+
+
+def test_other_fields_of_a_message_reach_the_template() -> None:
+    chat = template("{{ messages[0].reasoning_content }}")
+    assert chat.render([{"role": "assistant", "reasoning_content": "hm"}]) == "hm"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("x", "x"),
+        (None, ""),
+        (7, ""),
+        ({"text": "x"}, ""),
+        ([], ""),
+        ([{"type": "text", "text": "a"}, {"text": 7}, "b", {"text": "c"}], "ac"),
+    ],
+)
+def test_content_is_text_in_any_form(content: object, text: str) -> None:
+    assert text_of(content) == text
+
+
+def test_a_refusal_of_the_template_is_the_clients_error_in_its_words() -> None:
+    chat = template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match=r"^roles must alternate$") as caught:
+        chat.render(HELLO)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_without_a_template_chatml_is_written_if_the_vocabulary_has_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat = template(None)
+    assert chat.is_fallback
+    assert chat.render(HELLO) == CHATML
+    assert len(warnings(caplog)) == 1
+    assert "no chat template" in warnings(caplog)[0]
+
+
+def test_without_chatml_tokens_lines_of_role_and_text_are_written() -> None:
+    chat = ChatTemplate(None, spm())
+    assert chat.render(HELLO) == PLAIN
+    assert chat.render(HELLO, add_generation_prompt=False) == "system: Be kind.\nuser: Hello\n"
+
+
+def test_a_template_that_does_not_compile_is_replaced_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat = template("{% for %}")
+    assert chat.is_fallback
+    assert chat.render(HELLO) == CHATML
+    assert "does not compile" in warnings(caplog)[0]
+
+
+def test_a_template_that_fails_is_replaced_for_that_prompt_and_warned_about_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat = template("{% if messages[0].role == 'system' %}{{ 1 / 0 }}{% endif %}fine")
+    assert chat.render(HELLO) == CHATML
+    assert chat.render(HELLO) == CHATML
+    assert chat.render(HELLO[1:]) == "fine"
+    assert len(warnings(caplog)) == 1
+    assert "ZeroDivisionError" in warnings(caplog)[0]
+
+
+def test_control_tokens_of_the_template_become_tokens() -> None:
+    metadata = bpe_metadata()
+    tokenizer = load_tokenizer(metadata)
+    ids = ChatTemplate.from_metadata(metadata, tokenizer).render_ids(HELLO)
+    assert ids == tokenizer.encode(CHATML, special=True)
+    assert ids.count(1) == 3
+
+
+@pytest.mark.parametrize("source", ["{{ bos_token }}hello", "hello"])
+def test_bos_stands_in_front_once_whoever_writes_it(source: str) -> None:
+    hello = bpe().encode("hello", special=True)
+    assert template(source, add_bos_token=True).render_ids([]) == [1, *hello]
+
+
+def test_bos_of_the_template_is_kept_though_the_file_does_not_ask_for_it() -> None:
+    assert template("{{ bos_token }}", add_bos_token=False).render_ids([]) == [1]
+    assert template("x", add_bos_token=False).render_ids([]) == bpe().encode("x", special=True)
