@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 import click
 
-from ds4py.errors import ConfigError, Ds4Error
+from ds4py.errors import CancelledError, ConfigError, Ds4Error
 
 OK: Final = 0
 FAILED: Final = 1
@@ -54,8 +54,18 @@ def exit_status(command: click.Command, program: str, args: Sequence[str] | None
         return INTERRUPTED
     except Ds4Error as error:
         complain(program, str(error))
-        return BAD_USAGE if isinstance(error, ConfigError) else FAILED
+        return _status(error)
     return result if isinstance(result, int) else OK
+
+
+def _status(error: Ds4Error) -> int:
+    match error:
+        case ConfigError():
+            return BAD_USAGE
+        case CancelledError():  # only the user cancels a program's work
+            return INTERRUPTED
+        case _:
+            return FAILED
 
 
 def complain(program: str, message: str) -> None:

@@ -7,7 +7,7 @@ import click
 import pytest
 
 from ds4py.cli import exits
-from ds4py.errors import ConfigError, Ds4Error, GgufError, UnsupportedQuantError
+from ds4py.errors import CancelledError, ConfigError, Ds4Error, GgufError, UnsupportedQuantError
 
 
 def command_raising(error: BaseException) -> click.Command:
@@ -27,6 +27,7 @@ def command_raising(error: BaseException) -> click.Command:
         (Ds4Error("two\nlines  and \x1b[31mred"), 1, "prog: two lines and \\x1b[31mred\n"),
         (click.UsageError("no such thing"), 2, "prog: no such thing Try 'prog --help'.\n"),
         (click.ClickException("click's own"), 1, "prog: click's own\n"),
+        (CancelledError("interrupted"), 130, "prog: interrupted\n"),
         (KeyboardInterrupt(), 130, ""),
         (click.Abort(), 130, ""),
     ],
