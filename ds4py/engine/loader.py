@@ -1,0 +1,169 @@
+"""From a file to a slice on a device; nothing outside the slice is touched.
+
+Owns: checking the directory against what an architecture needs, copying, progress, giving pages
+back. Refuses to know: layers' arithmetic. Invariant: every tensor is checked before the first
+weight is read, and resident memory follows the slice, not the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ds4py.config import Precision
+from ds4py.engine.device import choose_dtype
+from ds4py.errors import ModelError
+from ds4py.gguf.file import GgufFile
+from ds4py.models.base import Placement, Shape, Slice, TensorNeed
+from ds4py.models.registry import load_architecture
+from ds4py.quant.formats import FORMATS
+from ds4py.quant.linear import KeepBudget
+from ds4py.quant.tensor import QuantTensor
+from ds4py.spans import LayerSpan
+
+LoadProgress = Callable[[int, int], None]
+"""Called with (bytes of weights loaded, bytes of weights in the slice)."""
+
+KEEP_BYTES: Final = 1 << 30
+"""Memory that one process spends on decoded weights in float32, so that small models are fast."""
+
+_LAYER: Final = re.compile(r"blk\.(\d{1,9})\.", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSlice:
+    """A slice and what it took.
+
+    Args:
+        slice: Ready to run.
+        weight_bytes: Packed bytes of its tensors, as in the file.
+    """
+
+    slice: Slice
+    weight_bytes: int
+
+
+def read_shape(file: GgufFile) -> Shape:
+    """Return the shape of the file's model.
+
+    Raises:
+        ModelError: Unknown architecture, or metadata that does not make a model.
+    """
+    name = file.metadata.require_str("general.architecture")
+    return load_architecture(name).read_shape(file.metadata)
+
+
+def load_slice(
+    file: GgufFile,
+    span: LayerSpan,
+    device: torch.device,
+    precision: Precision,
+    *,
+    n_ctx: int,
+    want_head: bool = False,
+    progress: LoadProgress | None = None,
+) -> LoadedSlice:
+    """Load a span of layers.
+
+    Args:
+        file: Open; may be closed afterwards.
+        span: Owned layers, inside the model.
+        device: Where weights live.
+        precision: "f32", or "bf16" or "auto" for speed.
+        n_ctx: Positions that the slice must be able to compute.
+        want_head: Load the output head too, if the file has it, without owning it.
+        progress: Told after every tensor.
+
+    Raises:
+        GgufError: Tensors are missing from the file or lie in missing shards.
+        UnsupportedQuantError: A needed tensor has a type without decoder.
+        ModelError: Unknown architecture, a shape that does not fit, an unknown tensor in a layer.
+    """
+    shape = read_shape(file)
+    needs, head = _needs(file, shape, span, want_head=want_head)
+    present = {name: need for name, need in needs.items() if name in file.tensors}
+    check_tensors(file, shape, span, needs)
+    dtype = choose_dtype(precision)
+    keep = KEEP_BYTES if dtype is torch.float32 and device.type == "cpu" else 0
+    place = Placement(device=device, dtype=dtype, n_ctx=n_ctx, budget=KeepBudget(keep))
+    total = sum(file.tensors[name].n_bytes for name in present)
+    reader = _Reader(file, device, total, progress)
+    build = load_architecture(shape.architecture).build_slice
+    with torch.inference_mode():
+        built = build(shape, span, reader.take, place, head=head)
+    return LoadedSlice(built, total)
+
+
+def _needs(
+    file: GgufFile, shape: Shape, span: LayerSpan, *, want_head: bool
+) -> tuple[Mapping[str, TensorNeed], bool]:
+    """Return what the slice needs, and whether the head is part of it."""
+
+    def may_have(name: str) -> bool:
+        return name in file.tensors or bool(file.missing_shards)
+
+    needs = shape.tensor_needs(span, may_have, head=span.has_output)
+    if span.has_output or not want_head:
+        return needs, span.has_output
+    with_head = shape.tensor_needs(span, may_have, head=True)
+    complete = all(
+        name in file.tensors or need.optional
+        for name, need in with_head.items()
+        if name not in needs
+    )
+    return (with_head, True) if complete else (needs, False)
+
+
+def check_tensors(
+    file: GgufFile, shape: Shape, span: LayerSpan, needs: Mapping[str, TensorNeed]
+) -> None:
+    """Check presence, type and shape of all needed tensors, and that the layers have no others.
+
+    Raises:
+        GgufError, UnsupportedQuantError, ModelError: As `load_slice`.
+    """
+    required = [name for name, need in needs.items() if not need.optional]
+    found = [name for name in needs if name in file.tensors]
+    file.require({*required, *found}, can_decode=FORMATS.__contains__)
+    for name in found:
+        if (got := file.tensors[name].shape) != needs[name].shape:
+            raise ModelError(f"tensor {name}", got=f"shape {got}", expected=needs[name].shape)
+    for name in file.tensors:
+        match = _LAYER.match(name)
+        if match and int(match[1]) in span and name not in needs:
+            raise ModelError(
+                f"tensor {name}",
+                got="a weight that would be ignored",
+                expected=f"only the tensors of architecture {shape.architecture}; "
+                "the file is of a variant that ds4py does not compute",
+            )
+
+
+class _Reader:
+    """Hands tensors to a slice and counts them."""
+
+    def __init__(
+        self, file: GgufFile, device: torch.device, total: int, progress: LoadProgress | None
+    ):
+        self._file = file
+        self._device = device
+        self._total = total
+        self._done = 0
+        self._progress = progress
+
+    def take(self, name: str) -> QuantTensor | None:
+        """Copy one tensor to the device; None if the file does not have it."""
+        info = self._file.tensors.get(name)
+        if info is None:
+            return None
+        with self._file.raw(name) as data:
+            tensor = QuantTensor.from_bytes(name, info.type_id, info.shape, data, self._device)
+        self._file.release(name)
+        self._done += info.n_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return tensor

@@ -1,0 +1,34 @@
+"""Which module computes which architecture.
+
+Owns: the table from `general.architecture` to modules. Refuses to know: what is inside them.
+Invariant: a module is imported only when a model needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from ds4py.errors import ModelError
+from ds4py.models.base import Architecture
+
+_MODULES: Final = {"llama": "ds4py.models.llama"}
+
+KNOWN: Final = tuple(_MODULES)
+"""Names of the architectures that can be computed."""
+
+
+def load_architecture(name: str) -> Architecture:
+    """Return an architecture by its `general.architecture`.
+
+    Raises:
+        ModelError: ds4py does not know it; lists those that it knows.
+    """
+    if name not in _MODULES:
+        raise ModelError(
+            "metadata key general.architecture",
+            got=repr(name),
+            expected=f"one of the architectures that ds4py computes: {', '.join(KNOWN)}",
+        )
+    module = importlib.import_module(_MODULES[name])
+    return Architecture(module.Shape.from_metadata, module.Slice.load)
