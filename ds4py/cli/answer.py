@@ -1,0 +1,102 @@
+"""One question and its answer, wherever the model is.
+
+Owns: `Question`, the events of an answer, and how they are shown. Refuses to know: HTTP, sessions.
+Invariant: stdout carries the answer only; figures go to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import click
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Args:
+        text: User's text; None if `ids` are given.
+        ids: Raw token ids instead of a text.
+        system: System text; empty sends none.
+        raw: Continue the text as it is, without the chat template.
+        max_tokens: Output budget; None ends at the end token or the context.
+        sampling: Given sampling flags only: the rest is the server's to choose.
+    """
+
+    text: str | None
+    ids: tuple[int, ...] | None
+    system: str
+    raw: bool
+    max_tokens: int | None
+    sampling: dict[str, float | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the answer: text, or token ids if those were asked for."""
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The last event of an answer.
+
+    Args:
+        n_prompt: Tokens of the prompt.
+        n_cached: Leading ones that needed no evaluation.
+        n_generated: Tokens of the answer.
+        prefill_per_second: Evaluated prompt tokens per second.
+        decode_per_second: Generated tokens per second.
+        finish: "stop", "length" or "cancelled".
+    """
+
+    n_prompt: int
+    n_cached: int
+    n_generated: int
+    prefill_per_second: float
+    decode_per_second: float
+    finish: str
+
+
+Event = Piece | Figures
+
+
+def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
+    """Print an answer as it comes and its figures after it.
+
+    Args:
+        events: The answer.
+        ids_only: Print token ids, separated by commas, instead of text.
+    """
+    figures: Figures | None = None
+    n_ids = 0
+    try:
+        for event in events:
+            if isinstance(event, Figures):
+                figures = event
+            elif ids_only:
+                for token in event.ids:
+                    click.echo(f"{',' if n_ids else ''}{token}", nl=False)
+                    n_ids += 1
+            else:
+                click.echo(event.text, nl=False)
+            sys.stdout.flush()
+    finally:
+        click.echo()
+    if figures is not None:
+        click.echo(_line(figures), err=True)
+    return figures
+
+
+def _line(figures: Figures) -> str:
+    cached = f" ({figures.n_cached} cached)" if figures.n_cached else ""
+    return (
+        f"prompt: {figures.n_prompt} tokens{cached}, answer: {figures.n_generated} tokens; "
+        f"prefill: {figures.prefill_per_second:.1f} t/s, "
+        f"generation: {figures.decode_per_second:.1f} t/s"
+    )

@@ -1,0 +1,124 @@
+"""Ask a server over HTTP and stream its answer.
+
+Owns: the client's half of the OpenAI dialect. Refuses to know: models, terminals. Invariant: every
+failure of the other side becomes one sentence that names it; leaving the stream closes the
+connection, so that the server stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from ds4py.cli.answer import Event, Figures, Piece, Question
+from ds4py.config import Address
+from ds4py.errors import ConnectError, PeerClosedError, RequestError, TransportTimeoutError
+
+_CONNECT_SECONDS: Final = 10.0
+_SILENCE_SECONDS: Final = 120.0  # a server says something every few seconds, were it only a comment
+_MAX_LINE: Final = 1 << 20
+
+
+def ask(server: Address, question: Question, *, want_ids: bool) -> Iterator[Event]:
+    """Yield the answer of a server.
+
+    Raises:
+        TransportError: The server can not be reached or breaks off.
+        RequestError: It refuses or fails; its own words.
+    """
+    path, body = _request(question, want_ids=want_ids)
+    timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
+    url = f"http://{server}{path}"
+    try:
+        with (
+            httpx.Client(timeout=timeout, trust_env=False) as client,
+            client.stream("POST", url, json=body) as response,
+        ):
+            if response.status_code != 200:
+                raise _refusal(response.read(), response.status_code)
+            yield from _events(response)
+    except httpx.ConnectError as e:
+        reason = f"no server answers ({e}); start ds4py-server, or check --host"
+        raise ConnectError(reason, peer=str(server)) from e
+    except httpx.TimeoutException as e:
+        raise TransportTimeoutError("the server said nothing for too long", peer=str(server)) from e
+    except httpx.HTTPError as e:
+        raise PeerClosedError(f"the server broke off: {e}", peer=str(server)) from e
+
+
+def _request(question: Question, *, want_ids: bool) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {
+        **question.sampling,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if question.max_tokens is not None:
+        body["max_tokens"] = question.max_tokens
+    if want_ids:
+        body["return_token_ids"] = True
+    if question.ids is not None:
+        return "/v1/completions", body | {"prompt": list(question.ids)}
+    if question.raw:
+        return "/v1/completions", body | {"prompt": question.text}
+    system = [{"role": "system", "content": question.system}] if question.system else []
+    user = {"role": "user", "content": question.text}
+    return "/v1/chat/completions", body | {"messages": [*system, user]}
+
+
+def _events(response: httpx.Response) -> Iterator[Event]:
+    """Read the stream; see docs/spec/server-and-cli.md 1.11 and 1.12."""
+    finish, failed = "", False
+    for line in response.iter_lines():
+        if len(line) > _MAX_LINE:
+            raise PeerClosedError("sent a line without end", peer=str(response.url))
+        if line == "event: error":
+            failed = True
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            return
+        chunk = _decode(line[6:].encode(), response)
+        if failed or "error" in chunk:
+            raise _refusal(line[6:].encode(), 500)
+        for choice in chunk.get("choices", []):
+            finish = choice.get("finish_reason") or finish
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            ids = tuple(choice.get("token_ids") or ())
+            if text or ids:
+                yield Piece(text, ids)
+        if "usage" in chunk:
+            yield _figures(chunk, finish)
+    raise PeerClosedError("the stream ended without its end mark", peer=str(response.url))
+
+
+def _decode(raw: bytes, response: httpx.Response) -> dict[str, Any]:
+    with contextlib.suppress(msgspec.MsgspecError):
+        chunk = msgspec.json.decode(raw)
+        if isinstance(chunk, dict):
+            return chunk
+    raise PeerClosedError("sent something that is no JSON object", peer=str(response.url))
+
+
+def _figures(chunk: dict[str, Any], finish: str) -> Figures:
+    usage, timings = chunk["usage"], chunk.get("timings", {})
+    return Figures(
+        n_prompt=usage.get("prompt_tokens", 0),
+        n_cached=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+        n_generated=usage.get("completion_tokens", 0),
+        prefill_per_second=timings.get("prompt_per_second") or 0.0,
+        decode_per_second=timings.get("predicted_per_second") or 0.0,
+        finish=finish,
+    )
+
+
+def _refusal(raw: bytes, status: int) -> RequestError:
+    """Return the server's error as ours."""
+    message, code = f"the server answered with status {status}", None
+    with contextlib.suppress(msgspec.MsgspecError, AttributeError, TypeError):
+        error = msgspec.json.decode(raw)["error"]
+        message, code = str(error["message"]), error.get("code")
+    return RequestError(message, status=status, code=code)

@@ -1,0 +1,174 @@
+"""`ds4py-server`: one process of a route, with or without HTTP.
+
+Owns: the flags of the server and the order of starting and stopping. Refuses to know: how anything
+works. Invariant: `--help` imports nothing heavy; a clean stop exits with 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import click
+
+from ds4py import __version__
+from ds4py.cli import exits
+from ds4py.cli.options import (
+    CONTEXT_SETTINGS,
+    DistributedFlags,
+    ModelFlags,
+    distributed_options,
+    local_config,
+    model_options,
+    sampling,
+    sampling_options,
+    take,
+)
+from ds4py.cli.signals import stop_signal
+from ds4py.cli.terminal import progress_bar, start_logging
+from ds4py.config import (
+    DEFAULT_PORT,
+    Address,
+    CoordinatorConfig,
+    EngineConfig,
+    Environment,
+    SamplingParams,
+    ServerConfig,
+    read_environment,
+)
+from ds4py.errors import ConfigError
+
+log = logging.getLogger("ds4py.server.main")
+
+PROGRAM: Final = "ds4py-server"
+_LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpFlags:
+    """Flags of the HTTP front."""
+
+    http: str | None
+    host: str | None
+    port: int | None
+    cors: bool
+    tokens: int
+    served_name: str | None
+
+    def config(self, shared: bool, defaults: SamplingParams) -> ServerConfig:
+        """Return the HTTP config.
+
+        Args:
+            shared: A coordinator's port is there to be shared.
+            defaults: Sampling of requests that name no value.
+
+        Raises:
+            ConfigError: Two ways of naming the address, or a bad one.
+        """
+        return ServerConfig(
+            address=self._address(shared),
+            max_tokens=self.tokens,
+            cors=self.cors,
+            sampling=defaults,
+            model_alias=self.served_name,
+        )
+
+    def _address(self, shared: bool) -> Address | None:
+        if self.http and (self.host or self.port is not None):
+            raise ConfigError("--http and --host/--port say the same: give one of them")
+        if self.http:
+            text = self.http if ":" in self.http else f":{self.http}"
+            return Address.parse(f"{_LOOPBACK}{text}" if text.startswith(":") else text)
+        if self.host or self.port is not None:
+            return Address(self.host or _LOOPBACK, DEFAULT_PORT if self.port is None else self.port)
+        return None if shared else Address(_LOOPBACK, DEFAULT_PORT)
+
+
+@click.command(context_settings=CONTEXT_SETTINGS)
+@model_options
+@distributed_options
+@click.option("--http", metavar="HOST:PORT", help="HTTP on an address of its own [127.0.0.1].")
+@click.option("--host", help="The same, ds4's spelling: host.")
+@click.option("--port", type=int, help="The same, ds4's spelling: port [8000].")
+@click.option("--cors", is_flag=True, help="Let browsers of other origins in.")
+@click.option("-n", "--tokens", type=int, default=393216, help="Output budget of a request.")
+@click.option("--served-name", help="Model name that clients see [the model's own].")
+@sampling_options
+@click.version_option(__version__, prog_name=PROGRAM)
+def server(**flags: Any) -> None:
+    """Serve a model, or a slice of one, to clients and to other machines.
+
+    \b
+    One machine:
+      ds4py-server -m M.gguf
+    Three machines, one port each; start them in any order:
+      ds4py-server --dist-role worker --dist-listen 0.0.0.0:8001 -m M.gguf --dist-layers 0-12
+      ds4py-server --dist-role worker --dist-listen 0.0.0.0:8002 -m M.gguf --dist-layers 13-24
+      ds4py-server --dist-role coordinator --dist-listen 0.0.0.0:8000 -m M.gguf \\
+        --dist-route worker1:8001,worker2:8002
+    """  # noqa: D301 - click wants the backspace character itself
+    start_logging(PROGRAM, level=logging.DEBUG if flags.pop("debug") else logging.INFO)
+    model = ModelFlags(**take(flags, ModelFlags))
+    distributed = DistributedFlags(**take(flags, DistributedFlags))
+    http = HttpFlags(**take(flags, HttpFlags))
+    environment = read_environment()
+    defaults = sampling(SamplingParams(), **flags)
+    engine = model.engine()
+    if distributed.role == "worker":
+        _run_worker(engine, distributed, environment)
+        return
+    if distributed.role == "coordinator":
+        config = distributed.coordinator_config(environment, model.sessions)
+    else:
+        config = local_config(environment, model.sessions)
+    whole = distributed.role == "none"
+    front = http.config(config.listen is not None, defaults)
+    _run_coordinator(engine, config, front, environment, whole=whole)
+
+
+def _run_worker(engine: EngineConfig, flags: DistributedFlags, environment: Environment) -> None:
+    config = flags.worker(environment)
+    from ds4py.runtime import open_worker
+
+    with stop_signal() as stopping, ExitStack() as stack:
+        with progress_bar("loading", unit="bytes") as progress:
+            worker = stack.enter_context(
+                open_worker(engine, config, environment.socket, progress=progress)
+            )
+        log.info("ready: worker on %s", worker.address)
+        stopping.wait()
+        log.info("stopping")
+
+
+def _run_coordinator(
+    engine: EngineConfig,
+    config: CoordinatorConfig,
+    front: ServerConfig,
+    environment: Environment,
+    *,
+    whole: bool,
+) -> None:
+    from ds4py.runtime import open_node, serve_http
+
+    with stop_signal() as stopping, ExitStack() as stack:
+        with progress_bar("loading", unit="bytes") as progress:
+            node = stack.enter_context(
+                open_node(engine, config, environment.socket, whole=whole, progress=progress)
+            )
+        for address in stack.enter_context(serve_http(node, front, environment.socket)):
+            log.info("HTTP on %s", address)
+        if node.coordinator.wait_ready(stopping.is_set, _say_missing):
+            log.info("ready: the whole model is reachable")
+            stopping.wait()
+        log.info("stopping")
+
+
+def _say_missing(missing: str) -> None:
+    log.info("waiting for workers: nobody serves %s", missing)
+
+
+def main() -> NoReturn:
+    """Run `ds4py-server`."""
+    exits.run(server, PROGRAM)

@@ -1,0 +1,345 @@
+"""A coordinator: finds its workers, keeps the route, hands out sessions.
+
+Owns: the registry and its lock, the links, the dialers, the coordinator's own slice, request ids.
+Refuses to know: prompts, timelines, HTTP. Invariant: one worker's misfortune removes that worker
+only; whoever waits for a route is woken by every change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ds4py.cluster.checks import CoordinatorFacts, check_hello
+from ds4py.cluster.device import DeviceThread
+from ds4py.cluster.dialer import Dialer
+from ds4py.cluster.link import Link
+from ds4py.cluster.planner import Demand, plan_route
+from ds4py.cluster.registry import LinkId, Registry, WorkerRecord
+from ds4py.cluster.route import Route, route_blob
+from ds4py.cluster.telemetry import RouteTelemetry
+from ds4py.config import Address, CoordinatorConfig, SocketConfig
+from ds4py.contracts import Cancelled, Health, ModelCard, SliceRunner, StageStatus
+from ds4py.errors import (
+    CancelledError,
+    ClusterError,
+    Ds4Error,
+    RouteIncompleteError,
+    TransportError,
+)
+from ds4py.hidden import F32, HiddenBatch
+from ds4py.spans import LayerSpan
+from ds4py.transport.connection import Connection
+from ds4py.wire.extensions import REWIND
+from ds4py.wire.frames import coordinator_limits
+from ds4py.wire.messages import ErrorText, Hello, decode, encode
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.1
+
+
+class Coordinator:
+    """Owns the route from the coordinator's own layers to the output head.
+
+    Args:
+        card: The model.
+        n_ctx: Tokens that one session can hold.
+        config: Addresses, chunks, deadlines.
+        sockets: Socket options.
+        local: The coordinator's own slice, owned and closed here; None if it owns none.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        n_ctx: int,
+        config: CoordinatorConfig,
+        sockets: SocketConfig,
+        *,
+        local: SliceRunner | None = None,
+    ):
+        self._card = card
+        self._n_ctx = n_ctx
+        self.config = config
+        self.sockets = sockets
+        self.local = None if local is None else DeviceThread(local)
+        self._registry = Registry()
+        self._links: dict[LinkId, Link] = {}
+        self._retired: dict[LinkId, Link] = {}  # displaced by another worker, still connected
+        self._arriving: set[Connection] = set()  # said nothing yet
+        self._changed = threading.Condition()
+        self._route: Route | None = None
+        self._was_complete = False
+        self._closed = False
+        self._link_ids = itertools.count(1)
+        self._request_ids = itertools.count(1)
+        self.telemetry = RouteTelemetry()
+        self._dialers = [Dialer(entry, self) for entry in config.route]
+
+    # --- what sessions see -------------------------------------------------------------------
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+        return self._card
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one session can hold."""
+        return self._n_ctx
+
+    def next_request_id(self) -> int:
+        """Return 1, 2, 3 ...; never reused, whatever the session or the connection."""
+        return next(self._request_ids)
+
+    def is_current(self, route: Route) -> bool:
+        """Whether no worker came or went since the route was made."""
+        return route.generation == self._registry.generation
+
+    def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
+        """Return a current route.
+
+        A route that was complete before is waited for, since its worker may come back; one that
+        never was fails at once.
+
+        Args:
+            after_loss: The caller has just lost a stage.
+            cancelled: Polled while waiting.
+
+        Raises:
+            RouteIncompleteError: Nobody came in time; names the missing layers.
+            CancelledError: `cancelled` became true.
+        """
+        deadline = time.monotonic() + self.config.rejoin_timeout
+        with self._changed:
+            while True:
+                try:
+                    return self._current_route()
+                except RouteIncompleteError:
+                    patient = after_loss or self._was_complete
+                    if not patient or time.monotonic() >= deadline:
+                        raise
+                if self._closed:
+                    raise ClusterError("the coordinator is shutting down")
+                if cancelled is not None and cancelled():
+                    raise CancelledError("the request was cancelled")
+                self._changed.wait(_POLL_SECONDS)
+
+    def _current_route(self) -> Route:
+        """Return the cached route, or plan a new one; the lock is held."""
+        if self._route is None or not self.is_current(self._route):
+            self._route = None
+            self._route = self._plan()
+            self._was_complete = True
+            log.info("route: %s", " -> ".join(self._stage_names(self._route)))
+        return self._route
+
+    def _plan(self) -> Route:
+        hops = plan_route(self._demand(), self._registry.records)
+        local_rewinds = self.local is None or self.local.runner.can_rewind
+        return Route(
+            generation=self._registry.generation,
+            hops=hops,
+            link=self._links[hops[0].link] if hops else None,
+            blob=route_blob(hops) if hops else b"",
+            local=self.local,
+            apply_head=self._apply_head,
+            telemetry=self.telemetry,
+            can_rewind=local_rewinds and all(REWIND in hop.features for hop in hops),
+        )
+
+    def _demand(self) -> Demand:
+        local = None if self.local is None else self.local.runner.span
+        local_head = self.local is not None and self.local.runner.has_head
+        return Demand(local, self._card.n_layers, local_head)
+
+    def _stage_names(self, route: Route) -> list[str]:
+        own = [] if route.local_span is None else [f"coordinator (layers {route.local_span})"]
+        return own + [hop.name for hop in route.hops]
+
+    def _apply_head(self, hidden: HiddenBatch) -> F32:
+        """Run the output head for a last hop that has none."""
+        assert self.local is not None  # otherwise the planner finds no route
+        timeout = self.config.result_timeout
+        return self.local.call(lambda runner: runner.apply_head(hidden), timeout=timeout)
+
+    # --- what workers see --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to dial the workers of the configured route."""
+        for dialer in self._dialers:
+            dialer.start()
+
+    def facts(self) -> CoordinatorFacts:
+        """Return what a worker's introduction is compared with."""
+        return CoordinatorFacts(
+            model_id=self._card.model_id,
+            name=self._card.name,
+            n_layers=self._card.n_layers,
+            n_ctx=self._n_ctx,
+        )
+
+    def result_limits(self) -> dict[int, int]:
+        """Return the frames that a registered worker may send."""
+        return coordinator_limits(self._card.n_vocab, self._card.hidden_width, self._n_ctx)
+
+    def welcome(self, connection: Connection) -> None:
+        """Serve a worker that dialled us, on the calling thread, until it is gone.
+
+        Acceptance is silent and so are the first four refusals; the others say why (spec 2.1).
+        """
+        try:
+            hello = self._await_hello(connection)
+            if hello is None:
+                return
+            refusal = check_hello(hello, self.facts())
+            if refusal is not None:
+                log.error("worker %s refused: %s", connection.peer, refusal.text)
+                connection.send(encode(ErrorText.of(refusal.text)))
+                return
+            span = LayerSpan(hello.layer_start, hello.layer_end, bool(hello.has_output))
+            self.serve(
+                connection,
+                WorkerRecord(
+                    link=self.new_link_id(),
+                    address=Address(connection.peer.host, hello.listen_port),
+                    span=span,
+                    n_ctx=hello.ctx_size,
+                    has_hidden=bool(hello.has_hidden),
+                ),
+            )
+        except Ds4Error as e:
+            log.warning("connection from %s: %s", connection.peer, e)
+        finally:
+            connection.close()
+
+    def _await_hello(self, connection: Connection) -> Hello | None:
+        """Return the introduction; None if there is none, or we are closing."""
+        with self._changed:
+            if self._closed:
+                return None
+            self._arriving.add(connection)
+        try:
+            return self._receive_hello(connection)
+        finally:
+            with self._changed:
+                self._arriving.discard(connection)
+
+    def _receive_hello(self, connection: Connection) -> Hello | None:
+        frame = connection.receive(timeout=HELLO_SECONDS)
+        if frame is None:
+            return None
+        hello = decode(frame)
+        if not isinstance(hello, Hello):
+            log.warning("%s: frame type %d, expected HELLO", connection.peer, frame.type)
+            return None
+        return hello
+
+    def new_link_id(self) -> LinkId:
+        """Return a name for a new link."""
+        return LinkId(next(self._link_ids))
+
+    def serve(self, connection: Connection, record: WorkerRecord) -> None:
+        """Register a worker and read its results on the calling thread until it is gone."""
+        connection.expect(self.result_limits())
+        link = Link(
+            record.link,
+            connection,
+            send_depth=self.config.prefill.send_depth,
+            timeout=self.sockets.send_timeout,
+            on_closed=self._lost,
+        )
+        with self._changed:
+            if self._closed:
+                link.close("the coordinator is shutting down")
+                return
+            displaced = [(old, self._links.pop(old.link)) for old in self._registry.add(record)]
+            self._retired.update((old.link, link) for old, link in displaced)
+            self._links[record.link] = link
+            self._changed.notify_all()
+        log.info("%s joined", record.name)
+        for old, old_link in displaced:
+            log.warning("%s is replaced by a newcomer", old.name)
+            old_link.retire("replaced by a newcomer")
+        link.run()
+
+    def _lost(self, link_id: LinkId, cause: TransportError) -> None:
+        with self._changed:
+            self._links.pop(link_id, None)
+            self._retired.pop(link_id, None)
+            record = self._registry.remove(link_id)
+            self._changed.notify_all()
+        if record is not None and not self._closed:
+            log.warning("%s left: %s", record.name, cause.what)
+
+    # --- what operators see ------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Report readiness and the stages that are known."""
+        with self._changed:
+            records = self._registry.records
+            try:
+                route = self._current_route()
+            except RouteIncompleteError as e:
+                return Health(ready=False, missing=e.missing, stages=self._stages(records))
+            return Health(ready=True, missing="", stages=self._stages(route.hops))
+
+    def _stages(self, workers: tuple[WorkerRecord, ...]) -> tuple[StageStatus, ...]:
+        own = None if self.local is None else self.local.runner
+        first = self.telemetry.status(
+            "coordinator", None if own is None else own.span, 0 if own is None else own.weight_bytes
+        )
+        ordered = sorted(workers, key=lambda w: w.span)
+        return (
+            first,
+            *(self.telemetry.status(str(w.address), w.span, w.weight_bytes) for w in ordered),
+        )
+
+    def wait_ready(self, cancelled: Cancelled, progress: Callable[[str], None]) -> bool:
+        """Wait until the route is complete; False if `cancelled` became true first.
+
+        Args:
+            cancelled: Polled while waiting.
+            progress: Told what is missing, whenever that changes.
+        """
+        said = ""
+        while not (health := self.health()).ready:
+            if health.missing != said:
+                said = health.missing
+                progress(said)
+            if cancelled():
+                return False
+            with self._changed:
+                self._changed.wait(_POLL_SECONDS)
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close every link and the own slice, end the dialers; idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            links = [*self._links.values(), *self._retired.values()]
+            arriving = list(self._arriving)
+            self._changed.notify_all()
+        for connection in arriving:
+            connection.close()
+        for dialer in self._dialers:
+            dialer.stop()
+        for link in links:
+            link.close()
+        for dialer in self._dialers:
+            dialer.close()
+        if self.local is not None:
+            self.local.close()

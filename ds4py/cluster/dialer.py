@@ -1,0 +1,201 @@
+"""Keep one connection from the coordinator to a worker that the user named.
+
+Owns: dialling, the extension handshake and its plain fallback, dialling again for ever
+(docs/architecture.md section 5). Refuses to know: routes. Invariant: whatever the worker does, the
+next attempt comes; a reason is logged once, not each second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final
+
+from ds4py import __version__
+from ds4py.cluster.checks import check_hello
+from ds4py.cluster.registry import WorkerRecord
+from ds4py.config import Address, RouteEntry
+from ds4py.errors import ClusterError, ConfigError, Ds4Error, PeerClosedError
+from ds4py.spans import LayerSpan
+from ds4py.transport.connection import Connection
+from ds4py.transport.sockets import connect
+from ds4py.wire.extensions import EXT_HELLO, PeerHello, decode_peer_hello, encode_peer_hello
+from ds4py.wire.frames import FrameType
+from ds4py.wire.messages import ErrorText, encode
+
+if TYPE_CHECKING:
+    from ds4py.cluster.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
+
+REDIAL_PAUSE: Final = 1.0
+HANDSHAKE_SECONDS: Final = 10.0
+_JOIN_SECONDS: Final = 10.0
+
+
+class Dialer:
+    """Dials one worker of `--dist-route`.
+
+    Args:
+        entry: Where, and the layers if the peer can not tell them.
+        coordinator: Gets the connection.
+    """
+
+    def __init__(self, entry: RouteEntry, coordinator: Coordinator):
+        self._entry = entry
+        self._coordinator = coordinator
+        self._stopping = threading.Event()
+        self._said = ""
+        self._connection: Connection | None = None  # the one in use, so that `stop` ends it
+        name = f"dial {entry.address}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop dialling, and end the connection that is in use; returns at once."""
+        self._stopping.set()
+        connection = self._connection
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Stop, and wait until the thread has ended."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._serve_once()
+                self._said = ""
+            except Ds4Error as e:
+                if str(e) != self._said and not self._stopping.is_set():
+                    log.warning("worker %s not in use, trying on: %s", self._entry.address, e)
+                self._said = str(e)
+            except Exception:  # nobody else would dial this worker again
+                log.exception("dialling %s failed", self._entry.address)
+            self._stopping.wait(REDIAL_PAUSE)
+
+    def _serve_once(self) -> None:
+        connection = self._connect()
+        try:
+            hello = self._handshake(connection)
+            if hello is None:
+                connection.close()
+                connection, record = self._plain()
+            else:
+                record = self._accept(connection, hello)
+            self._said = ""
+            self._coordinator.serve(connection, record)
+        finally:
+            connection.close()
+
+    def _connect(self) -> Connection:
+        # one round: the pause between attempts is ours, and start order does not matter
+        sock = connect(
+            self._entry.address,
+            self._coordinator.sockets,
+            rounds=1,
+            stopped=self._stopping.is_set,
+        )
+        connection = Connection(sock, self._coordinator.sockets, self._coordinator.result_limits())
+        self._connection = connection
+        if self._stopping.is_set():  # `stop` did not see it
+            connection.close()
+        return connection
+
+    def _handshake(self, connection: Connection) -> PeerHello | None:
+        """Introduce ourselves; None if the peer speaks the plain protocol only."""
+        connection.send(encode_peer_hello(self._introduction()))
+        try:
+            frame = connection.receive(timeout=HANDSHAKE_SECONDS)
+        except PeerClosedError:
+            return None  # a reset instead of an ERROR, if our bytes were still on their way
+        if frame is None or frame.type == FrameType.ERROR:
+            return None
+        if frame.type != EXT_HELLO:
+            raise ClusterError(f"answered the handshake with frame type {frame.type}")
+        return decode_peer_hello(frame.body)
+
+    def _introduction(self) -> PeerHello:
+        card = self._coordinator.card
+        local = self._coordinator.local
+        span = None if local is None else local.runner.span
+        return PeerHello(
+            role="coordinator",
+            version=__version__,
+            model_id=card.model_id,
+            model_name=card.name,
+            n_layers=card.n_layers,
+            quant_bits=card.quant_bits,
+            ctx_size=self._coordinator.n_ctx,
+            layer_start=None if span is None else span.start,
+            layer_end=None if span is None else span.end,
+        )
+
+    def _accept(self, connection: Connection, hello: PeerHello) -> WorkerRecord:
+        """Check a ds4py worker and describe it; tell it if it does not fit."""
+        refusal = check_hello(hello, self._coordinator.facts())
+        text = "is no worker" if hello.role != "worker" else refusal and refusal.text
+        if text:
+            connection.send(encode(ErrorText.of(text)))
+            connection.close()
+            raise ClusterError(f"worker refused: {text}")
+        assert hello.layer_start is not None
+        assert hello.layer_end is not None
+        span = LayerSpan(hello.layer_start, hello.layer_end, hello.has_output)
+        self._check_layers(span)
+        return self._record(
+            connection,
+            span,
+            n_ctx=hello.ctx_size,
+            has_hidden=hello.has_hidden,
+            features=frozenset(hello.features),
+            weight_bytes=hello.weight_bytes,
+        )
+
+    def _check_layers(self, span: LayerSpan) -> None:
+        """Refuse a worker that says other layers than the user wrote beside its address."""
+        if self._entry.layers is None:
+            return
+        wanted = self._entry.layers.resolve(self._coordinator.card.n_layers)
+        if wanted != span:
+            raise ConfigError(f"serves layers {span}, but --dist-route says {wanted}")
+
+    def _plain(self) -> tuple[Connection, WorkerRecord]:
+        """Connect again without a handshake, taking the layers from `--dist-route`."""
+        if self._entry.layers is None:
+            raise ConfigError(
+                "is no ds4py and can not tell its layers; write them in --dist-route, "
+                f"for example {self._entry.address}=13:output"
+            )
+        span = self._entry.layers.resolve(self._coordinator.card.n_layers)
+        connection = self._connect()
+        log.info("worker %s speaks the plain protocol", self._entry.address)
+        return connection, self._record(connection, span)
+
+    def _record(
+        self,
+        connection: Connection,
+        span: LayerSpan,
+        *,
+        n_ctx: int = 0,
+        has_hidden: bool = True,
+        features: frozenset[str] = frozenset(),
+        weight_bytes: int | None = None,
+    ) -> WorkerRecord:
+        return WorkerRecord(
+            link=self._coordinator.new_link_id(),
+            # the numeric host that we reached: names may mean something else on another machine
+            address=Address(connection.peer.host, self._entry.address.port),
+            span=span,
+            n_ctx=n_ctx,
+            has_hidden=has_hidden,
+            dialled=True,
+            features=features,
+            weight_bytes=weight_bytes,
+        )

@@ -1,0 +1,223 @@
+"""A worker's connection to the next hop: spans down, results back up.
+
+Owns: one downstream connection per (upstream, next host, next port), its window of unanswered
+requests and the relay thread (docs/spec/wire-protocol.md 5.5, 5.6). Refuses to know: layers,
+tokens, sessions. Invariant: every span given to `forward` gets exactly one RESULT upstream, a lost
+next hop never takes the upstream connection with it, and whoever calls `forward` never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ds4py.cluster.link import expect_result
+from ds4py.config import Address
+from ds4py.errors import Ds4Error, RemoteProtocolError, TransportError
+from ds4py.transport.connection import Connection
+from ds4py.transport.outbox import Outbox
+from ds4py.wire.messages import Result, Telemetry, Work, encode, error_result
+
+log = logging.getLogger(__name__)
+
+Reply = Callable[[Result], None]
+Dial = Callable[[Address, Callable[[], bool]], Connection]
+_SEND_SECONDS = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    """One span on its way: `departed` is called once, when it holds no memory here any more."""
+
+    work: Work
+    telemetry: Telemetry
+    departed: Callable[[], None] | None
+    sent_at: float = 0.0
+
+    def depart(self) -> None:
+        departed, self.departed = self.departed, None
+        if departed is not None:
+            departed()
+
+
+class _Downstream:
+    """One live connection to the next hop with its sender and its relay thread."""
+
+    def __init__(self, connection: Connection, owner: Forwarder):
+        self.connection = connection
+        self._owner = owner
+        name = f"forward {connection.peer}"
+        # as deep as the window: putting a span never waits
+        self.outbox = Outbox(
+            connection, depth=owner.window, name=f"{name} send", timeout=_SEND_SECONDS
+        )
+        self._thread = threading.Thread(target=self._relay, name=f"{name} relay", daemon=True)
+        self._thread.start()
+
+    def _relay(self) -> None:
+        reason = "closed the connection"
+        try:
+            while (frame := self.connection.receive()) is not None:
+                self._owner.relay(expect_result(frame, kind="D-FRAME"))
+        except Ds4Error as e:
+            reason = str(e)
+        except Exception as e:  # one hop's bug must not take the others along
+            log.exception("relay from %s failed", self.connection.peer)
+            reason = f"internal error: {e}"
+        self.connection.close()
+        self.outbox.close(flush=False)
+        self._owner.lost(self, reason)
+
+
+class Forwarder:
+    """Forwards spans to one next hop for one upstream connection.
+
+    Args:
+        address: The next hop's data port, as the route names it.
+        window: Most unanswered requests.
+        dial: Makes the connection; may take seconds, so it runs on a thread of its own.
+        reply: Sends a RESULT upstream; raises `TransportError` if upstream is gone.
+    """
+
+    def __init__(self, address: Address, *, window: int, dial: Dial, reply: Reply):
+        self.address = address
+        self.window = window
+        self._dial = dial
+        self._reply = reply
+        self._lock = threading.RLock()
+        self._waiting: deque[_Span] = deque()  # for the connection, or for the window to open
+        self._pending: dict[int, _Span] = {}  # given to the connection that stands
+        self._downstream: _Downstream | None = None
+        self._dialling = False
+        self._closed = False
+
+    def forward(self, work: Work, telemetry: Telemetry, departed: Callable[[], None]) -> None:
+        """Send a span to the next hop; its RESULT goes upstream whenever it comes.
+
+        Args:
+            work: Already rewritten for the next hop.
+            telemetry: This hop's own record, without the two times that only the relay knows.
+            departed: Called once, from any thread, when the span was sent or given up; until then
+                the caller should take no more spans.
+        """
+        span = _Span(work, telemetry, departed)
+        with self._lock:
+            if self._closed:
+                span.depart()  # upstream is gone: nobody waits for the answer
+                return
+            twice = work.request_id in self._pending or any(
+                other.work.request_id == work.request_id for other in self._waiting
+            )
+            if not twice:
+                self._waiting.append(span)
+                self._advance()
+                return
+        self._fail([span], f"request id {work.request_id} is already in flight")
+
+    def _advance(self) -> None:
+        """Send what waits, as far as the window allows; the lock is held."""
+        if self._closed or not self._waiting:
+            return
+        if self._downstream is None:
+            if not self._dialling:
+                self._dialling = True
+                name = f"forward {self.address} dial"
+                threading.Thread(target=self._connect, name=name, daemon=True).start()
+            return
+        while self._waiting and len(self._pending) < self.window:
+            span = self._waiting.popleft()
+            self._pending[span.work.request_id] = span
+            self._send(self._downstream, span)
+
+    def _connect(self) -> None:
+        """Dial on a thread of its own, then send what waited."""
+        try:
+            connection = self._dial(self.address, lambda: self._closed)
+        except Ds4Error as e:
+            self._unreachable(str(e))
+            return
+        except Exception as e:  # or all that waits would wait for ever
+            log.exception("dialling %s failed", self.address)
+            self._unreachable(f"internal error: {e}")
+            return
+        with self._lock:
+            self._dialling = False
+            if self._closed:
+                connection.close()
+                return
+            self._downstream = _Downstream(connection, self)
+            self._advance()
+
+    def _unreachable(self, reason: str) -> None:
+        with self._lock:
+            self._dialling = False
+            given_up, self._waiting = self._waiting, deque()
+        self._fail(given_up, reason)
+
+    def _send(self, downstream: _Downstream, span: _Span) -> None:
+        def sent(seconds: float) -> None:
+            with self._lock:
+                usec = int(seconds * 1e6)
+                span.telemetry = replace(span.telemetry, forward_send_usec=usec)
+                span.sent_at = time.monotonic()
+                span.depart()
+
+        try:
+            downstream.outbox.put(encode(span.work), sent)
+        except Ds4Error as e:
+            log.debug("forward to %s: %s", self.address, e)
+            downstream.connection.close()  # its relay thread answers what is pending
+
+    def relay(self, result: Result) -> None:
+        """Send a next hop's RESULT upstream with our record appended (spec 5.6)."""
+        now = time.monotonic()
+        with self._lock:
+            span = self._pending.pop(result.request_id, None)
+            self._advance()
+            if span is not None:
+                span.depart()
+        if span is None:
+            raise RemoteProtocolError(
+                f"result for request {result.request_id}, which was not forwarded", kind="D-REQUEST"
+            )
+        usec = max(0, int((now - span.sent_at) * 1e6)) if span.sent_at else 0
+        try:
+            self._reply(result.relayed(replace(span.telemetry, downstream_wait_usec=usec)))
+        except TransportError as e:  # not this hop's fault: upstream closes us in a moment
+            log.debug("result of %s not relayed: %s", self.address, e)
+
+    def lost(self, downstream: _Downstream, reason: str) -> None:
+        """Forget a dead connection: what it had is answered with an error, the rest dials anew."""
+        with self._lock:
+            if self._downstream is not downstream:
+                return
+            self._downstream = None
+            given_up, self._pending = list(self._pending.values()), {}
+            self._advance()
+        if not self._closed:
+            log.warning("next hop %s: %s", self.address, reason)
+        self._fail(given_up, f"next hop {self.address}: {reason}")
+
+    def _fail(self, spans: Iterable[_Span], text: str) -> None:
+        for span in spans:
+            with self._lock:
+                span.depart()
+            try:
+                self._reply(error_result(span.work.request_id, text))
+            except TransportError as e:
+                log.debug("error of %s not relayed: %s", self.address, e)
+
+    def close(self) -> None:
+        """Close the connection to the next hop; nobody waits for answers any more; idempotent."""
+        with self._lock:
+            self._closed = True
+            downstream = self._downstream
+            given_up, self._waiting = self._waiting, deque()
+            for span in given_up:
+                span.depart()
+        if downstream is not None:
+            downstream.connection.close()

@@ -1,0 +1,289 @@
+"""Send the spans of one prefill or decode over a route and collect the answers.
+
+Owns: the loop of the thread that drives a session: fill the window, evaluate local layers, post,
+wait, account. Refuses to know: timelines, replay, how routes are found. Invariant: when it returns
+or raises, no request of its own is in flight, or the link that carried it is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds4py.cluster.checks import Awaited, ExpectedResult, FailedResult, check_result
+from ds4py.cluster.link import Reply, ReplyBox
+from ds4py.cluster.prefill import Span, Window
+from ds4py.cluster.route import Route
+from ds4py.contracts import (
+    Cancelled,
+    ModelCard,
+    SessionId,
+    SliceOutput,
+    SliceRunner,
+    SliceWork,
+    Want,
+)
+from ds4py.errors import (
+    CancelledError,
+    Ds4Error,
+    PeerClosedError,
+    PrefixMismatchError,
+    RemoteWorkError,
+    TransportError,
+    TransportTimeoutError,
+)
+from ds4py.hidden import F32, HiddenBatch
+from ds4py.wire.messages import Result, Work
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """What one call needs besides its spans.
+
+    Args:
+        route: The stages.
+        session: The timeline.
+        card: The model.
+        bits: Packing of hidden states on the wire.
+        result_timeout: Seconds to wait for one answer.
+        next_request_id: Source of request ids.
+        decode_profile: Log the timings of one-token spans.
+    """
+
+    route: Route
+    session: SessionId
+    card: ModelCard
+    bits: int
+    result_timeout: float
+    next_request_id: Callable[[], int]
+    decode_profile: bool = False
+
+
+class SpanRun:
+    """One pass of consecutive spans over a route.
+
+    Args:
+        drive: Where and how.
+        spans: In order; the last one answers with logits.
+        window: Most spans in flight.
+        pipelined: Whether spans overlap, which decides the admitted answers.
+        completed: Called with the new number of leading spans that every stage has cached.
+    """
+
+    def __init__(
+        self,
+        drive: Drive,
+        spans: list[Span],
+        *,
+        window: int,
+        pipelined: bool,
+        completed: Callable[[int], None],
+    ):
+        self._drive = drive
+        self._spans = spans
+        self._window = Window(len(spans), window)
+        self._pipelined = pipelined
+        self._completed = completed
+        self._box: ReplyBox = queue.SimpleQueue()
+        self._index_of: dict[int, int] = {}
+        self._logits: F32 | None = None
+        self._failed = False
+
+    def run(self, cancelled: Cancelled | None) -> F32:
+        """Evaluate every span and return the logits `f32[V]` after the last one.
+
+        Raises:
+            CancelledError: `cancelled` became true; spans in flight were waited for.
+            Ds4Error: The first thing that went wrong, or the loss of the link after it.
+        """
+        error: Ds4Error | None = None
+        while not self._window.done:
+            if error is None and cancelled is not None and cancelled():
+                error = CancelledError("the request was cancelled")
+            if error is None and self._window.next_span is not None:
+                error = self._guard(self._submit)
+                while error is None and not self._box.empty():
+                    error = self._guard(self._collect)
+            elif self._window.in_flight:
+                error = _graver(error, self._guard(self._collect))
+            lost = isinstance(error, TransportError)  # then nothing in flight will be answered
+            if error is not None and (lost or not self._window.in_flight):
+                raise error
+        assert self._logits is not None
+        return self._logits
+
+    @staticmethod
+    def _guard(step: Callable[[], None]) -> Ds4Error | None:
+        """Turn a failure into a value, since what is in flight must be waited for first."""
+        try:
+            step()
+        except Ds4Error as e:
+            return e
+        return None
+
+    def _submit(self) -> None:
+        index = self._window.next_span
+        assert index is not None
+        span = self._spans[index]
+        hidden = self._evaluate_locally(span)
+        route = self._drive.route
+        if route.link is None:
+            self._window.submitted()
+            self._answered(index)
+            return
+        work = self._work(span, hidden)
+        self._index_of[work.request_id] = index
+        route.link.post(work, self._box)
+        self._window.submitted()
+
+    def _evaluate_locally(self, span: Span) -> HiddenBatch | None:
+        route = self._drive.route
+        if route.local is None:
+            return None
+        want = Want.HIDDEN if route.hops else Want.LOGITS if span.is_last else Want.NOTHING
+        work = SliceWork(
+            session=self._drive.session,
+            tokens=span.tokens,
+            pos0=span.pos0,
+            hidden=None,
+            reset=span.pos0 == 0,
+            want=want,
+            reply_bits=self._drive.bits,
+        )
+        output: SliceOutput = route.local.evaluate(
+            work, timeout=self._drive.result_timeout, prepare=lambda r: _align(r, work)
+        )
+        route.telemetry.record_local(route.local.runner.span, len(span.tokens), output.eval_usec)
+        if output.logits is not None:
+            self._logits = output.logits
+        return output.hidden
+
+    def _work(self, span: Span, hidden: HiddenBatch | None) -> Work:
+        drive, hop = self._drive, self._drive.route.hops[0]
+        return Work(
+            model_id=drive.card.model_id,
+            session_id=drive.session,
+            request_id=drive.next_request_id(),
+            prefix_hash=span.prefix_hash,
+            result_hash=span.result_hash,
+            pos0=span.pos0,
+            layer_start=hop.span.start,
+            layer_end=hop.span.end,
+            flags=span.flags,
+            input_hc_bits=drive.bits,
+            route_count=len(drive.route.hops),
+            route_index=0,
+            tokens=span.tokens,
+            input=memoryview(b"") if hidden is None else hidden.data,
+            route_blob=memoryview(drive.route.blob),
+        )
+
+    def _collect(self) -> None:
+        """Wait for one answer and account for it."""
+        try:
+            reply = self._box.get(timeout=self._drive.result_timeout)
+        except queue.Empty:
+            raise self._give_up() from None
+        if isinstance(reply.result, TransportError):
+            raise reply.result
+        index = self._index_of.pop(reply.request_id)
+        try:
+            self._accept(self._spans[index], reply)
+        except Ds4Error:
+            self._failed = True  # from here on, nothing more is complete
+            raise
+        finally:
+            # an error answers its span as well: it is in flight no more
+            self._window.answered(index)
+        if not self._failed:
+            self._completed(self._window.completed)
+
+    def _give_up(self) -> TransportTimeoutError:
+        link = self._drive.route.link
+        assert link is not None
+        seconds = self._drive.result_timeout
+        link.close(f"no result for {seconds:g} s")
+        return TransportTimeoutError(f"no result for {seconds:g} s", peer=str(link.connection.peer))
+
+    def _accept(self, span: Span, reply: Reply) -> None:
+        """Check one answer and take the logits out of the last one."""
+        drive, route = self._drive, self._drive.route
+        result = reply.result
+        assert isinstance(result, Result)
+        verdict = check_result(result, self._expected(span))
+        if isinstance(verdict, FailedResult):
+            raise self._failure(verdict)
+        route.telemetry.record(
+            result.telemetry,
+            stages=[(hop.span.start, hop.span.end) for hop in route.hops],
+            first_wait_usec=reply.wait_usec,
+        )
+        if drive.decode_profile and len(span.tokens) == 1:
+            log.info("decode at %d: %d us, %s", span.pos0, reply.wait_usec, _timings(result))
+        if not span.is_last:
+            return
+        if verdict.hidden is not None:
+            self._logits = route.apply_head(verdict.hidden)
+        else:
+            self._logits = np.frombuffer(verdict.payload, "<f4")
+
+    def _expected(self, span: Span) -> ExpectedResult:
+        if not self._pipelined:
+            awaited = Awaited.SPAN
+        else:
+            awaited = Awaited.LAST_CHUNK if span.is_last else Awaited.CHUNK
+        return ExpectedResult(
+            result_hash=span.result_hash,
+            n_tokens=len(span.tokens),
+            n_vocab=self._drive.card.n_vocab,
+            hidden_width=self._drive.card.hidden_width,
+            awaited=awaited,
+            final_has_output=self._drive.route.last_has_output,
+        )
+
+    def _failure(self, verdict: FailedResult) -> Ds4Error:
+        """Return the error of a bad answer; one that can not be trusted ends the link."""
+        link = self._drive.route.link
+        assert link is not None
+        if verdict.cause == "remote":
+            return RemoteWorkError(verdict.text, hop=self._drive.route.hops[0].name)
+        link.close(verdict.text)
+        return PeerClosedError(verdict.text, peer=str(link.connection.peer))
+
+    def _answered(self, index: int) -> None:
+        self._window.answered(index)
+        self._completed(self._window.completed)
+
+
+def _graver(first: Ds4Error | None, later: Ds4Error | None) -> Ds4Error | None:
+    """Choose between errors of one run: refusals that follow the first one only echo it."""
+    echo = first is not None and not isinstance(first, CancelledError)
+    if later is None or (echo and not isinstance(later, TransportError)):
+        return first
+    return later
+
+
+def _timings(result: Result) -> str:
+    """Return each stage's own account of one span, for the decode profile."""
+    return ", ".join(
+        f"layers {t.layer_start}-{t.layer_end}: eval {t.eval_usec} us, "
+        f"wait {t.downstream_wait_usec} us, send {t.forward_send_usec} us"
+        for t in reversed(result.telemetry)
+    )
+
+
+def _align(runner: SliceRunner, work: SliceWork) -> None:
+    """Cut the local caches to where the span starts, or say that they can not be."""
+    held = runner.length(work.session) or 0
+    if work.reset or held == work.pos0:
+        return
+    if held > work.pos0 and runner.can_rewind:
+        runner.rewind(work.session, work.pos0)
+        return
+    raise PrefixMismatchError(f"the coordinator's own layers hold {held} tokens, not {work.pos0}")

@@ -1,0 +1,104 @@
+"""A route that is ready to carry spans.
+
+Owns: the value that binds a plan to live connections and to the coordinator's own slice. Refuses to
+know: how it was found, which sessions use it. Invariant: a route is current while its generation
+equals the registry's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ds4py.cluster.device import DeviceThread
+from ds4py.cluster.link import Link
+from ds4py.cluster.prefill import RouteShape
+from ds4py.cluster.registry import WorkerRecord
+from ds4py.cluster.telemetry import RouteTelemetry
+from ds4py.contracts import Cancelled, ModelCard
+from ds4py.hidden import F32, HiddenBatch
+from ds4py.spans import LayerSpan
+from ds4py.wire.route import RouteEntry, encode_route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The coordinator's own slice, then the hops.
+
+    Args:
+        generation: Of the registry when the plan was made.
+        hops: Remote stages in layer order; may be empty.
+        link: Connection to hop 0; None without hops.
+        blob: Encoded route, forwarded unchanged by every hop.
+        local: Device of the coordinator's own layers; None if it owns none.
+        apply_head: Turns the last row of a hidden batch into logits, for a headless last hop.
+        telemetry: Where results leave their timings.
+        can_rewind: Whether every stage can cut its timeline.
+    """
+
+    generation: int
+    hops: tuple[WorkerRecord, ...]
+    link: Link | None
+    blob: bytes
+    local: DeviceThread | None
+    apply_head: Callable[[HiddenBatch], F32]
+    telemetry: RouteTelemetry
+    can_rewind: bool
+
+    @property
+    def local_span(self) -> LayerSpan | None:
+        """The coordinator's own layers."""
+        return None if self.local is None else self.local.runner.span
+
+    @property
+    def shape(self) -> RouteShape:
+        """What of the route decides flags and windows."""
+        first = self.hops[0].span if self.hops else None
+        return RouteShape(
+            n_hops=len(self.hops),
+            first_layer=0 if first is None else first.start,
+            first_is_output=first is not None and first.has_output,
+        )
+
+    @property
+    def last_has_output(self) -> bool:
+        """Whether the last hop answers with logits."""
+        return bool(self.hops) and self.hops[-1].span.has_output
+
+
+class RouteSource(Protocol):
+    """What a session needs of its coordinator."""
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one session can hold."""
+
+    def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
+        """Return a current route, waiting for a lost worker to come back if that may help."""
+
+    def is_current(self, route: Route) -> bool:
+        """Whether no worker came or went since the route was made."""
+
+    def next_request_id(self) -> int:
+        """Return a request id that was never used before."""
+
+
+def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:
+    """Encode the hops and the return record (spec 5.1)."""
+    return encode_route(
+        [
+            RouteEntry(
+                host=hop.address.host,
+                port=hop.address.port,
+                layer_start=hop.span.start,
+                layer_end=hop.span.end,
+                has_output=hop.span.has_output,
+            )
+            for hop in hops
+        ]
+    )

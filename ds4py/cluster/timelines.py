@@ -1,0 +1,159 @@
+"""Which tokens each session of a stage has cached, and whether a span may continue them.
+
+Owns: the hash validation of docs/spec/wire-protocol.md 8.3 to 8.5 and the choice of a session to
+give up when the cache pool is full. Refuses to know: connections (an owner is an opaque object),
+caches, threads. Invariant: a span is admitted only if the session holds exactly the tokens that its
+prefix hash stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ds4py.contracts import SessionId
+from ds4py.errors import CancelledError, CapacityError, Ds4Error, ModelError, PrefixMismatchError
+from ds4py.wire.prefix_hash import INIT, extend
+
+_REFUSALS: Final = (CancelledError, CapacityError, ModelError, PrefixMismatchError)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Tokens of one session; `valid` is False after an evaluation failed half-way."""
+
+    owner: Hashable
+    tokens: list[int] = field(default_factory=list)
+    hash: int = INIT
+    valid: bool = True
+    last_used: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a span claims about its session."""
+
+    session: SessionId
+    tokens: tuple[int, ...]
+    pos0: int
+    prefix_hash: int
+    result_hash: int
+    reset: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """What to do with the caches before evaluating an admitted span.
+
+    Args:
+        reset: Empty the session first.
+        rewind_to: Keep only this many tokens first.
+        evict: Another session to drop first, to make room.
+    """
+
+    reset: bool = False
+    rewind_to: int | None = None
+    evict: SessionId | None = None
+
+
+class Timelines:
+    """The sessions of one stage.
+
+    Args:
+        n_slots: Sessions that the cache pool can hold.
+        can_rewind: Whether a cached timeline can be cut at any position.
+    """
+
+    def __init__(self, n_slots: int, *, can_rewind: bool):
+        self._n_slots = n_slots
+        self._can_rewind = can_rewind
+        self._sessions: dict[SessionId, Timeline] = {}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, session: SessionId) -> Timeline | None:
+        """Return a session's timeline without creating one."""
+        return self._sessions.get(session)
+
+    def admit(self, claim: Claim, owner: Hashable) -> Admission:
+        """Check a span against its session, creating the session if it is new.
+
+        A reset takes effect even if the span is then refused (spec 8.4).
+
+        Raises:
+            PrefixMismatchError: The session holds other tokens.
+            ModelError: The span does not start where the session ends.
+            CapacityError: The session is new and every slot belongs to a connection that stands.
+        """
+        evict = self._make_room(claim.session)
+        line = self._sessions.get(claim.session) or Timeline(owner)
+        if claim.reset:
+            line.tokens.clear()
+            line.hash, line.valid = INIT, True
+        rewind_to = self._match(line, claim)
+        # only an admitted span takes a slot: a stream of unknown ids costs nothing
+        self._sessions[claim.session] = line
+        if evict is not None:
+            del self._sessions[evict]
+        self._clock += 1
+        line.owner, line.last_used = owner, self._clock
+        return Admission(reset=claim.reset or claim.pos0 == 0, rewind_to=rewind_to, evict=evict)
+
+    def _match(self, line: Timeline, claim: Claim) -> int | None:
+        """Return where to cut the timeline, None if it already ends where the span starts."""
+        if line.hash == claim.prefix_hash:
+            # at position 0 the caches are emptied anyway, whatever a failure left in them
+            usable = line.valid or claim.pos0 == 0
+            if not usable or len(line.tokens) != claim.pos0:
+                raise ModelError(
+                    "session",
+                    got=f"a span at position {claim.pos0}",
+                    expected=f"a reset, or position {len(line.tokens)} of a valid timeline",
+                )
+            return None
+        shorter = self._can_rewind and line.valid and claim.pos0 < len(line.tokens)
+        if shorter and extend(INIT, line.tokens[: claim.pos0]) == claim.prefix_hash:
+            del line.tokens[claim.pos0 :]
+            line.hash = claim.prefix_hash
+            return claim.pos0
+        raise PrefixMismatchError("worker KV prefix hash mismatch")
+
+    def commit(self, claim: Claim) -> None:
+        """Record that an admitted span was evaluated."""
+        line = self._sessions[claim.session]
+        line.tokens.extend(claim.tokens)
+        line.hash, line.valid = claim.result_hash, True
+
+    def evaluation_failed(self, claim: Claim, error: Ds4Error) -> None:
+        """Record that a span was not evaluated.
+
+        A refusal before evaluation leaves the timeline usable; a failure of the device itself does
+        not: then only a reset makes the session usable again (spec 8.5).
+        """
+        line = self._sessions.get(claim.session)
+        if line is not None and not isinstance(error, _REFUSALS):
+            line.valid = False
+
+    def orphan(self, owner: Hashable) -> None:
+        """Mark the sessions of a closed connection as the first to go when room is needed.
+
+        They stay usable: the hash makes continuing them over another connection safe.
+        """
+        for line in list(self._sessions.values()):  # called while the device thread goes on
+            if line.owner == owner:
+                line.owner = None
+
+    def _make_room(self, session: SessionId) -> SessionId | None:
+        if session in self._sessions or len(self._sessions) < self._n_slots:
+            return None
+        orphans = [(t.last_used, s) for s, t in self._sessions.items() if t.owner is None]
+        if not orphans:
+            raise CapacityError(
+                "session slots of this stage (raise --sessions, or close other sessions)",
+                needed=len(self._sessions) + 1,
+                available=self._n_slots,
+            )
+        return min(orphans)[1]

@@ -1,0 +1,6 @@
+"""Sockets: addresses, connecting, listening, frames in and out, and telling DS4D from HTTP.
+
+Owns: every socket of ds4py outside the HTTP library. Refuses to know: what a message means, layers,
+tensors. Invariant: `OSError` never leaves this room; it becomes a `TransportError` that names the
+peer, or a `ConfigError` where the user must choose another address.
+"""

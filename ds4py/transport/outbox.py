@@ -1,0 +1,113 @@
+"""A bounded queue of frames in front of one connection, with the thread that sends them.
+
+Owns: the order of outgoing frames and the wait for room. Refuses to know: what is sent. Invariant:
+frames leave in the order in which `put` returned; a small frame leaves on the caller's own thread
+when nothing is waiting, since a thread switch costs more than the send.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
+from ds4py.transport.connection import Buffer, Connection
+
+log = logging.getLogger(__name__)
+
+_INLINE_BYTES: Final = 64 << 10  # usually fits the socket's buffer at once
+
+Sent = Callable[[float], None]
+"""Called with the seconds that the send took, on the thread that sent."""
+
+
+class Outbox:
+    """Sends frames of one connection in order.
+
+    Args:
+        connection: Where to; closed when a send fails, so that its reader wakes.
+        depth: Frames that may wait.
+        name: Thread name.
+        timeout: Seconds that `put` waits for room.
+    """
+
+    def __init__(self, connection: Connection, *, depth: int, name: str, timeout: float):
+        self._connection = connection
+        self._depth = depth
+        self._timeout = timeout
+        self._waiting: deque[tuple[Sequence[Buffer], Sent | None]] = deque()
+        self._busy = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, pieces: Sequence[Buffer], sent: Sent | None = None) -> None:
+        """Queue one frame, or send at once what the socket takes without waiting.
+
+        Raises:
+            PeerClosedError: The connection is closed.
+            TransportTimeoutError: No room for longer than the timeout.
+        """
+        small = sum(len(p) for p in pieces) <= _INLINE_BYTES
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            if small and not self._waiting and not self._busy and not self._closed:
+                start = time.monotonic()
+                rest = self._connection.send_now(pieces)
+                if not rest:
+                    if sent is not None:
+                        sent(time.monotonic() - start)
+                    return
+                pieces = rest  # the socket is full: the thread waits for it, not the caller
+            while len(self._waiting) >= self._depth and not self._closed:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise TransportTimeoutError(
+                        "took no data for too long", peer=str(self._connection.peer)
+                    )
+            if self._closed:
+                raise PeerClosedError("connection is closed", peer=str(self._connection.peer))
+            self._waiting.append((pieces, sent))
+            self._changed.notify_all()
+
+    def _send(self, pieces: Sequence[Buffer], sent: Sent | None) -> None:
+        start = time.monotonic()
+        self._connection.send(pieces)
+        if sent is not None:
+            sent(time.monotonic() - start)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                pieces, sent = self._waiting.popleft()
+                self._busy = True
+            try:
+                self._send(pieces, sent)
+            except TransportError as e:
+                log.debug("%s: %s", threading.current_thread().name, e)
+                self.close(flush=False)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def close(self, *, flush: bool = True) -> None:
+        """Refuse new frames; with `flush`, frames that wait are still sent."""
+        with self._changed:
+            self._closed = True
+            if not flush:
+                self._waiting.clear()
+            self._changed.notify_all()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the sending thread has ended."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)

@@ -1,0 +1,49 @@
+"""Tell DS4D from HTTP by the first bytes of a connection.
+
+Owns: the peek. Refuses to know: either protocol beyond its first word. Invariant: no byte is
+consumed, so whoever gets the socket reads the stream from its start.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from enum import Enum
+from typing import Final
+
+from ds4py.transport.sockets import set_timeout
+
+_MAGIC: Final = b"DS4D"
+_PAUSE: Final = 0.005
+
+
+class Spoken(Enum):
+    """What the other side speaks."""
+
+    DS4D = "ds4d"
+    OTHER = "other"
+    NOTHING = "nothing"
+
+
+def first_words(sock: socket.socket, *, timeout: float) -> Spoken:
+    """Wait for the first bytes and classify them.
+
+    Args:
+        sock: Freshly accepted; its receive timeout is changed and must be set anew.
+        timeout: Seconds to wait for enough bytes.
+    """
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        set_timeout(sock, socket.SO_RCVTIMEO, max(left, 0.001))
+        try:
+            seen = sock.recv(len(_MAGIC), socket.MSG_PEEK)
+        except OSError:
+            return Spoken.NOTHING
+        if not seen:
+            return Spoken.NOTHING
+        if seen == _MAGIC:
+            return Spoken.DS4D
+        if not _MAGIC.startswith(seen):
+            return Spoken.OTHER
+        time.sleep(_PAUSE)  # a prefix of the magic: peeking returns at once, so wait for the rest
+    return Spoken.NOTHING

@@ -1,0 +1,131 @@
+"""Whole clusters in one process: real sockets on loopback, fake or real slices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from ds4py.cluster.coordinator import Coordinator
+from ds4py.cluster.pool import ClusterBackend
+from ds4py.cluster.port import CoordinatorPort
+from ds4py.cluster.worker import Worker
+from ds4py.config import (
+    Address,
+    CoordinatorConfig,
+    PrefillTuning,
+    RouteEntry,
+    SocketConfig,
+    WorkerConfig,
+    WorkerTuning,
+)
+from ds4py.contracts import SliceRunner
+from ds4py.spans import LayerSpan, LayerSpec
+from tests.fake_runner import FakeRunner, card
+
+DEADLINE = 20.0
+SOCKETS = SocketConfig(buffer_mb=0, send_timeout=10)
+ANY_PORT = Address("127.0.0.1", 0)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition with a deadline."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.005)
+
+
+def span(text: str, n_layers: int = 6) -> LayerSpan:
+    """Read a layer range of the fake model."""
+    return LayerSpec.parse(text).resolve(n_layers)
+
+
+def start_worker(
+    runner: SliceRunner,
+    *,
+    listen: Address = ANY_PORT,
+    coordinator: Address | None = None,
+    tuning: WorkerTuning | None = None,
+    speaks_extensions: bool = True,
+) -> Worker:
+    """Start a worker; without extensions it answers a handshake as a C worker does."""
+    config = WorkerConfig(
+        layers=LayerSpec(runner.span.start, runner.span.end),
+        listen=listen,
+        coordinator=coordinator,
+        tuning=tuning or WorkerTuning(),
+    )
+    worker = Worker(runner, config, SOCKETS)
+    if not speaks_extensions:
+        worker._limits = {t: n for t, n in worker._limits.items() if t < 256}
+    worker.start()
+    return worker
+
+
+@dataclass
+class Cluster:
+    """A coordinator, its port, its workers."""
+
+    coordinator: Coordinator
+    backend: ClusterBackend
+    port: CoordinatorPort
+    workers: list[Worker] = field(default_factory=list)
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.coordinator.health().ready, "the route is complete")
+
+
+@contextmanager
+def cluster(
+    cuts: Sequence[str],
+    *,
+    local: str | None = None,
+    dial_in: bool = False,
+    config: CoordinatorConfig | None = None,
+    n_sessions: int = 2,
+    n_ctx: int = 64,
+    head: bool = False,
+    can_rewind: bool = True,
+    before: Callable[..., None] = lambda work: None,
+    **prefill: object,
+) -> Iterator[Cluster]:
+    """Run a cluster of fake slices.
+
+    Args:
+        cuts: Layer ranges of the workers.
+        local: The coordinator's own layers.
+        dial_in: Workers dial the coordinator instead of being dialled.
+        head: The coordinator's slice holds the output head too.
+        prefill: Fields of `PrefillTuning`.
+    """
+    make = lambda text, **more: FakeRunner(  # noqa: E731
+        span(text), n_ctx=n_ctx, can_rewind=can_rewind, before=before, **more
+    )
+    workers = [] if dial_in else [start_worker(make(cut)) for cut in cuts]
+    config = replace(
+        config or CoordinatorConfig(rejoin_timeout=DEADLINE, result_timeout=DEADLINE),
+        route=tuple(RouteEntry(Address("127.0.0.1", w.address.port)) for w in workers),
+        prefill=PrefillTuning(**prefill),  # type: ignore[arg-type]
+    )
+    coordinator = Coordinator(
+        card(),
+        n_ctx,
+        config,
+        SOCKETS,
+        local=None if local is None else make(local, has_head=head),
+    )
+    port = CoordinatorPort(ANY_PORT, coordinator, SOCKETS, None)
+    port.start()
+    coordinator.start()
+    if dial_in:
+        workers = [start_worker(make(cut), coordinator=port.address) for cut in cuts]
+    built = Cluster(coordinator, ClusterBackend(coordinator, n_sessions), port, workers)
+    try:
+        yield built
+    finally:
+        port.close()
+        coordinator.close()
+        for worker in built.workers:
+            worker.close()

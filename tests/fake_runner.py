@@ -1,0 +1,157 @@
+"""A `SliceRunner` whose layers are integer arithmetic on the rows.
+
+Every value depends on the token, its position, the layer number and all earlier rows of the
+session, so a wrong span, order, position, reset or rewind changes the logits. All values are integers below
+251: exact in 32- and 16-bit packing, so equality is equality.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Want
+from ds4py.errors import CapacityError, Ds4Error, ModelError
+from ds4py.hidden import F32, HiddenBatch
+from ds4py.spans import LayerSpan, whole_model
+
+PRIME = 251
+WIDTH = 8
+N_VOCAB = 97
+
+
+def card(n_layers: int = 6, name: str = "fake") -> ModelCard:
+    """Identity of a fake model."""
+    return ModelCard(
+        model_id=0x80001234,
+        name=name,
+        architecture="fake",
+        n_layers=n_layers,
+        n_vocab=N_VOCAB,
+        hidden_width=WIDTH,
+        n_ctx_train=4096,
+        quant_bits=4,
+    )
+
+
+class FakeRunner:
+    """Runs a span of the fake model.
+
+    Args:
+        span: Owned layers; None means all.
+        n_ctx: Tokens per session.
+        n_slots: Sessions at once.
+        can_rewind: As in `SliceRunner`.
+        has_head: Holds the head without owning it, as a coordinator does.
+        before: Called before each evaluation, on the device thread; may raise or block.
+    """
+
+    def __init__(
+        self,
+        span: LayerSpan | None = None,
+        *,
+        n_layers: int = 6,
+        n_ctx: int = 64,
+        n_slots: int = 4,
+        can_rewind: bool = True,
+        has_head: bool = False,
+        name: str = "fake",
+        before: Callable[[SliceWork], None] = lambda work: None,
+    ):
+        self.card = card(n_layers, name)
+        self.span = span or whole_model(n_layers)
+        self.has_head = has_head or self.span.has_output
+        self.n_ctx = n_ctx
+        self.n_slots = n_slots
+        self.can_rewind = can_rewind
+        self.weight_bytes = 1000 * len(self.span)
+        self.closed = False
+        self.evaluated: list[tuple[int, int]] = []  # (pos0, n_tokens) of every span
+        self.threads: set[int] = set()
+        self._before = before
+        self._rows: dict[SessionId, F32] = {}  # inputs of every layer so far [layers, n, W]
+
+    def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
+        assert len({work.session for work in batch}) == len(batch)
+        self.threads.add(threading.get_ident())
+        return [self._guarded(work) for work in batch]
+
+    def _guarded(self, work: SliceWork) -> SliceOutput | Ds4Error:
+        try:
+            return self._run(work)
+        except Ds4Error as e:
+            return e
+
+    def _run(self, work: SliceWork) -> SliceOutput:
+        self._before(work)
+        n_layers, n_tokens = len(self.span), len(work.tokens)
+        past = self._rows.get(work.session)
+        if past is None:
+            if len(self._rows) >= self.n_slots:
+                raise CapacityError("slots", needed=len(self._rows) + 1, available=self.n_slots)
+            past = np.zeros((n_layers, 0, WIDTH), np.float32)
+        if work.reset:
+            past = past[:, :0]
+        if work.pos0 != past.shape[1]:
+            raise ModelError("pos0", got=work.pos0, expected=past.shape[1])
+        if work.pos0 + n_tokens > self.n_ctx:
+            raise CapacityError("ctx", needed=work.pos0 + n_tokens, available=self.n_ctx)
+        assert (work.hidden is None) == (self.span.start == 0)
+        x = embed(work.tokens) if work.hidden is None else work.hidden.unpack()
+        inputs = []
+        for index, layer in enumerate(self.span.layers):
+            inputs.append(x)
+            x = fake_layer(layer, past[index], x)
+        self._rows[work.session] = np.concatenate([past, np.stack(inputs)], axis=1)
+        self.evaluated.append((work.pos0, n_tokens))
+        if work.want is Want.NOTHING:
+            return SliceOutput(eval_usec=1)
+        if work.want is Want.LOGITS:
+            return SliceOutput(logits=fake_head(x[-1]), eval_usec=1)
+        return SliceOutput(hidden=HiddenBatch.pack(x, work.reply_bits), eval_usec=1)
+
+    def apply_head(self, row: HiddenBatch) -> F32:
+        return fake_head(row.unpack()[-1])
+
+    def length(self, session: SessionId) -> int | None:
+        rows = self._rows.get(session)
+        return None if rows is None else rows.shape[1]
+
+    def rewind(self, session: SessionId, n_tokens: int) -> None:
+        assert self.can_rewind
+        self._rows[session] = self._rows[session][:, :n_tokens]
+
+    def drop(self, session: SessionId) -> None:
+        self._rows.pop(session, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def embed(tokens: Sequence[int]) -> F32:
+    """Return `[T, W]`."""
+    columns = np.arange(1, WIDTH + 1)
+    return ((np.array(tokens)[:, None] + 3) * columns % PRIME).astype(np.float32)
+
+
+def fake_layer(layer: int, past: F32, x: F32) -> F32:
+    """Mix each row with the sum of all rows up to it and with its position."""
+    sums = np.cumsum(np.concatenate([past, x]), axis=0)[len(past) :]
+    position = np.arange(len(past), len(past) + len(x))[:, None]
+    return ((5 * x + 3 * sums + 7 * layer + position) % PRIME).astype(np.float32)
+
+
+def fake_head(row: F32) -> F32:
+    """Return logits `[V]`."""
+    weights = (np.arange(N_VOCAB)[:, None] * np.arange(2, WIDTH + 2) + 1) % PRIME
+    return (weights @ row % PRIME).astype(np.float32)
+
+
+def reference_logits(tokens: Sequence[int], n_layers: int = 6) -> F32:
+    """Return what one process says after `tokens`."""
+    x = embed(tokens)
+    for layer in range(n_layers):
+        x = fake_layer(layer, np.zeros((0, WIDTH), np.float32), x)
+    return fake_head(x[-1])
