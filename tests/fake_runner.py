@@ -46,6 +46,7 @@ class FakeRunner:
         can_rewind: As in `SliceRunner`.
         has_head: Holds the head without owning it, as a coordinator does.
         before: Called before each evaluation, on the device thread; may raise or block.
+        identity: Another model than `card` describes; its width is free if layer 0 is not owned.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class FakeRunner:
         has_head: bool = False,
         name: str = "fake",
         before: Callable[[SliceWork], None] = lambda work: None,
+        identity: ModelCard | None = None,
     ):
-        self.card = card(n_layers, name)
+        self.card = identity or card(n_layers, name)
         self.span = span or whole_model(n_layers)
         self.has_head = has_head or self.span.has_output
         self.n_ctx = n_ctx
@@ -69,6 +71,7 @@ class FakeRunner:
         self.weight_bytes = 1000 * len(self.span)
         self.closed = False
         self.evaluated: list[tuple[int, int]] = []  # (pos0, n_tokens) of every span
+        self.batches: list[int] = []  # spans of every batch
         self.threads: set[int] = set()
         self._before = before
         self._rows: dict[SessionId, F32] = {}  # inputs of every layer so far [layers, n, W]
@@ -76,6 +79,7 @@ class FakeRunner:
     def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
         assert len({work.session for work in batch}) == len(batch)
         self.threads.add(threading.get_ident())
+        self.batches.append(len(batch))
         return [self._guarded(work) for work in batch]
 
     def _guarded(self, work: SliceWork) -> SliceOutput | Ds4Error:
@@ -91,7 +95,7 @@ class FakeRunner:
         if past is None:
             if len(self._rows) >= self.n_slots:
                 raise CapacityError("slots", needed=len(self._rows) + 1, available=self.n_slots)
-            past = np.zeros((n_layers, 0, WIDTH), np.float32)
+            past = np.zeros((n_layers, 0, self.card.hidden_width), np.float32)
         if work.reset:
             past = past[:, :0]
         if work.pos0 != past.shape[1]:
@@ -109,7 +113,7 @@ class FakeRunner:
         if work.want is Want.NOTHING:
             return SliceOutput(eval_usec=1)
         if work.want is Want.LOGITS:
-            return SliceOutput(logits=fake_head(x[-1]), eval_usec=1)
+            return SliceOutput(logits=fake_head(x[-1], self.card.n_vocab), eval_usec=1)
         return SliceOutput(hidden=HiddenBatch.pack(x, work.reply_bits), eval_usec=1)
 
     def apply_head(self, row: HiddenBatch) -> F32:
@@ -143,9 +147,9 @@ def fake_layer(layer: int, past: F32, x: F32) -> F32:
     return ((5 * x + 3 * sums + 7 * layer + position) % PRIME).astype(np.float32)
 
 
-def fake_head(row: F32) -> F32:
+def fake_head(row: F32, n_vocab: int = N_VOCAB) -> F32:
     """Return logits `[V]`."""
-    weights = (np.arange(N_VOCAB)[:, None] * np.arange(2, WIDTH + 2) + 1) % PRIME
+    weights = (np.arange(n_vocab)[:, None] * np.arange(2, len(row) + 2) + 1) % PRIME
     return (weights @ row % PRIME).astype(np.float32)
 
 

@@ -19,7 +19,7 @@ from ds4py.transport.connection import Buffer, Connection
 
 log = logging.getLogger(__name__)
 
-_INLINE_BYTES: Final = 64 << 10  # usually fits the socket's buffer at once
+_INLINE_BYTES: Final = 256 << 10  # about what a socket buffer takes: the send hardly blocks
 
 Sent = Callable[[float], None]
 """Called with the seconds that the send took, on the thread that sent."""
