@@ -309,12 +309,21 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The `DS4_*` variables, read once."""
+    """The `DS4_*` variables, read once.
+
+    Args:
+        socket: Options of connections.
+        worker: Queues of a worker.
+        prefill: Cutting of prompts.
+        decode_profile: Log timings of one-token spans.
+        lock_file: Only one process per file may load a model; None locks nothing.
+    """
 
     socket: SocketConfig
     worker: WorkerTuning
     prefill: PrefillTuning
     decode_profile: bool
+    lock_file: Path | None = None
 
 
 def read_environment(env: Mapping[str, str] | None = None) -> Environment:
@@ -344,6 +353,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> Environment:
             prefill_cap=_prefill_cap(source.get("DS4_METAL_PREFILL_CHUNK")),
         ),
         decode_profile="DS4_DIST_DECODE_PROFILE" in source,
+        lock_file=Path(source["DS4_LOCK_FILE"]) if source.get("DS4_LOCK_FILE") else None,
     )
 
 

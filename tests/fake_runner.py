@@ -1,8 +1,8 @@
 """A `SliceRunner` whose layers are integer arithmetic on the rows.
 
 Every value depends on the token, its position, the layer number and all earlier rows of the
-session, so a wrong span, order, position, reset or rewind changes the logits. All values are integers below
-251: exact in 32- and 16-bit packing, so equality is equality.
+session, so a wrong span, order, position, reset or rewind changes the logits. All values are
+integers below 251: exact in 32- and 16-bit packing, so equality is equality.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Invariant: stdout carries the answer only; figures go to stderr.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import click
@@ -91,6 +91,14 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
     if figures is not None:
         click.echo(_line(figures), err=True)
     return figures
+
+
+def heralded(events: Iterator[Event], arrived: Callable[[], None]) -> Iterator[Event]:
+    """Yield the events, calling `arrived` before the first one."""
+    for number, event in enumerate(events):
+        if number == 0:
+            arrived()
+        yield event
 
 
 def _line(figures: Figures) -> str:

@@ -18,7 +18,8 @@ import click
 
 from ds4py import __version__
 from ds4py.cli import exits
-from ds4py.cli.answer import Event, Question, show
+from ds4py.cli.answer import Event, Question, heralded, show
+from ds4py.cli.lock import exclusive
 from ds4py.cli.options import (
     CONTEXT_SETTINGS,
     DistributedFlags,
@@ -31,7 +32,7 @@ from ds4py.cli.options import (
     take,
 )
 from ds4py.cli.signals import stop_signal
-from ds4py.cli.terminal import progress_bar, start_logging
+from ds4py.cli.terminal import progress_bar, spinner, start_logging
 from ds4py.config import Address, SamplingParams, read_environment
 from ds4py.errors import CancelledError, ConfigError
 
@@ -80,7 +81,9 @@ def client(**flags: Any) -> int:
         from ds4py.cli.remote import ask
 
         # Ctrl+C interrupts the wait for the server; leaving the stream makes it stop
-        show(ask(remote, question, want_ids=print_ids), ids_only=print_ids)
+        with spinner(f"waiting for {remote}") as arrived:
+            events = heralded(ask(remote, question, want_ids=print_ids), arrived)
+            show(events, ids_only=print_ids)
         return exits.OK
     with stop_signal() as stopping, ExitStack() as stack:
         events = _local(stack, model, distributed, question, params, stopping.is_set)
@@ -164,6 +167,7 @@ def _local(
     from ds4py.cli.local import ask
     from ds4py.runtime import join_cluster, open_node
 
+    stack.enter_context(exclusive(environment.lock_file))
     with progress_bar("loading", unit="bytes") as loaded:
         node = stack.enter_context(
             open_node(engine, config, environment.socket, whole=role == "none", progress=loaded)

@@ -21,6 +21,7 @@ from ds4py.errors import ConnectError, PeerClosedError, RequestError, TransportT
 _CONNECT_SECONDS: Final = 10.0
 _SILENCE_SECONDS: Final = 120.0  # a server says something every few seconds, were it only a comment
 _MAX_LINE: Final = 1 << 20
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeError, LookupError, AttributeError, TypeError)
 
 
 def ask(server: Address, question: Question, *, want_ids: bool) -> Iterator[Event]:
@@ -39,7 +40,7 @@ def ask(server: Address, question: Question, *, want_ids: bool) -> Iterator[Even
             client.stream("POST", url, json=body) as response,
         ):
             if response.status_code != 200:
-                raise _refusal(response.read(), response.status_code)
+                raise _refusal(_beginning(response), response.status_code)
             yield from _events(response)
     except httpx.ConnectError as e:
         reason = f"no server answers ({e}); start ds4py-server, or check --host"
@@ -72,35 +73,61 @@ def _request(question: Question, *, want_ids: bool) -> tuple[str, dict[str, Any]
 def _events(response: httpx.Response) -> Iterator[Event]:
     """Read the stream; see docs/spec/server-and-cli.md 1.11 and 1.12."""
     finish, failed = "", False
-    for line in response.iter_lines():
-        if len(line) > _MAX_LINE:
-            raise PeerClosedError("sent a line without end", peer=str(response.url))
-        if line == "event: error":
+    for line in _lines(response):
+        if line == b"event: error":
             failed = True
-        if not line.startswith("data: "):
+        if not line.startswith(b"data: "):
             continue
-        if line == "data: [DONE]":
+        if line == b"data: [DONE]":
             return
-        chunk = _decode(line[6:].encode(), response)
+        chunk = _decode(line[6:], response)
         if failed or "error" in chunk:
-            raise _refusal(line[6:].encode(), 500)
-        for choice in chunk.get("choices", []):
-            finish = choice.get("finish_reason") or finish
-            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-            ids = tuple(choice.get("token_ids") or ())
-            if text or ids:
-                yield Piece(text, ids)
-        if "usage" in chunk:
-            yield _figures(chunk, finish)
-    raise PeerClosedError("the stream ended without its end mark", peer=str(response.url))
+            raise _refusal(line[6:], 500)
+        try:
+            for choice in chunk.get("choices", []):
+                finish = choice.get("finish_reason") or finish
+                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                ids = tuple(choice.get("token_ids") or ())
+                if text or ids:
+                    yield Piece(str(text), ids)
+            if chunk.get("usage"):
+                yield _figures(chunk, finish)
+        except (AttributeError, TypeError) as e:
+            what = f"sent an event of no known form ({e})"
+            raise PeerClosedError(what, peer=_name(response)) from e
+    raise PeerClosedError("the stream ended without its end mark", peer=_name(response))
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Yield lines without their ends; a server can not fill our memory with one."""
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.rstrip(b"\r") for line in lines)
+        if len(rest) > _MAX_LINE:
+            raise PeerClosedError("sent a line without end", peer=_name(response))
+
+
+def _beginning(response: httpx.Response) -> bytes:
+    """Return the body, or as much of it as an error can have."""
+    body = b""
+    for part in response.iter_bytes():
+        body += part
+        if len(body) > _MAX_LINE:
+            break
+    return body
+
+
+def _name(response: httpx.Response) -> str:
+    return f"{response.url.host}:{response.url.port}"
 
 
 def _decode(raw: bytes, response: httpx.Response) -> dict[str, Any]:
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeError):
         chunk = msgspec.json.decode(raw)
         if isinstance(chunk, dict):
             return chunk
-    raise PeerClosedError("sent something that is no JSON object", peer=str(response.url))
+    raise PeerClosedError("sent something that is no JSON object", peer=_name(response))
 
 
 def _figures(chunk: dict[str, Any], finish: str) -> Figures:
@@ -118,7 +145,7 @@ def _figures(chunk: dict[str, Any], finish: str) -> Figures:
 def _refusal(raw: bytes, status: int) -> RequestError:
     """Return the server's error as ours."""
     message, code = f"the server answered with status {status}", None
-    with contextlib.suppress(msgspec.MsgspecError, AttributeError, TypeError):
+    with contextlib.suppress(*_UNREADABLE):
         error = msgspec.json.decode(raw)["error"]
         message, code = str(error["message"]), error.get("code")
     return RequestError(message, status=status, code=code)

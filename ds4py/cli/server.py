@@ -15,6 +15,7 @@ import click
 
 from ds4py import __version__
 from ds4py.cli import exits
+from ds4py.cli.lock import exclusive
 from ds4py.cli.options import (
     CONTEXT_SETTINGS,
     DistributedFlags,
@@ -133,6 +134,7 @@ def _run_worker(engine: EngineConfig, flags: DistributedFlags, environment: Envi
     from ds4py.runtime import open_worker
 
     with stop_signal() as stopping, ExitStack() as stack:
+        stack.enter_context(exclusive(environment.lock_file))
         with progress_bar("loading", unit="bytes") as progress:
             worker = stack.enter_context(
                 open_worker(engine, config, environment.socket, progress=progress)
@@ -153,6 +155,7 @@ def _run_coordinator(
     from ds4py.runtime import open_node, serve_http
 
     with stop_signal() as stopping, ExitStack() as stack:
+        stack.enter_context(exclusive(environment.lock_file))
         with progress_bar("loading", unit="bytes") as progress:
             node = stack.enter_context(
                 open_node(engine, config, environment.socket, whole=whole, progress=progress)

@@ -46,4 +46,22 @@ def progress_bar(what: str, *, unit: str) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), amount, TextColumn(unit))
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if done >= total:
+                bar.stop()  # what follows, such as the answer, has the terminal to itself
+
+        yield show
+
+
+@contextmanager
+def spinner(what: str) -> Iterator[Callable[[], None]]:
+    """Show that something is awaited, if stderr is a terminal; yields what ends it."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as status:
+        yield status.stop

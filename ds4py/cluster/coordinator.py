@@ -100,7 +100,8 @@ class Coordinator:
 
     def is_current(self, route: Route) -> bool:
         """Whether no worker came or went since the route was made."""
-        return route.generation == self._registry.generation
+        lost = route.link is not None and route.link.lost
+        return route.generation == self._registry.generation and not lost
 
     def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
         """Return a current route.
@@ -141,7 +142,9 @@ class Coordinator:
         return self._route
 
     def _plan(self) -> Route:
-        hops = plan_route(self._demand(), self._registry.records)
+        # whoever was told of a loss must not be given the lost link again
+        alive = [r for r in self._registry.records if not self._links[r.link].lost]
+        hops = plan_route(self._demand(), alive)
         local_rewinds = self.local is None or self.local.runner.can_rewind
         return Route(
             generation=self._registry.generation,

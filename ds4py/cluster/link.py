@@ -89,6 +89,11 @@ class Link:
         name = f"link {connection.peer}"
         self._outbox = Outbox(connection, depth=send_depth, name=f"{name} send", timeout=timeout)
 
+    @property
+    def lost(self) -> bool:
+        """Whether nothing can be posted any more; true before anybody who waits is told."""
+        return self._cause is not None
+
     def post(self, work: Work, box: ReplyBox) -> None:
         """Send one span; its answer arrives in `box`.
 

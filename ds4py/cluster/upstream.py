@@ -21,12 +21,19 @@ from ds4py.cluster.forwarder import Dial, Forwarder
 from ds4py.cluster.timelines import Claim, Timelines
 from ds4py.config import Address, SocketConfig, WorkerTuning
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
-from ds4py.errors import CancelledError, ClusterError, Ds4Error, RemoteProtocolError, TransportError
+from ds4py.errors import (
+    CancelledError,
+    ClusterError,
+    Ds4Error,
+    PeerClosedError,
+    RemoteProtocolError,
+    TransportError,
+)
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
-from ds4py.wire import frames
+from ds4py.wire.conversation import Conversation
 from ds4py.wire.extensions import PeerHello, decode_peer_hello, encode_peer_hello
-from ds4py.wire.frames import Frame, FrameType
+from ds4py.wire.frames import EXT_HELLO, Frame, FrameType, type_name
 from ds4py.wire.messages import (
     ErrorText,
     Result,
@@ -80,12 +87,15 @@ class Upstream:
         connection: Accepted or dialled; closed at the end.
         stage: What all connections of the process share.
         name: For logs.
+        conversation: Where the connection stands; kept by the reader, who leaves out the RESULTs:
+            they come from other threads, are matched by request id, and change no state.
     """
 
-    def __init__(self, connection: Connection, stage: Stage, name: str):
+    def __init__(self, connection: Connection, stage: Stage, name: str, conversation: Conversation):
         self._connection = connection
         self._stage = stage
         self._name = name
+        self._conversation = conversation
         tuning = stage.tuning
         self._room = threading.Semaphore(tuning.prefetch_depth + 1 if tuning.prefetch else 1)
         self._outbox = Outbox(
@@ -116,9 +126,11 @@ class Upstream:
             log.warning("%s: %s", self._name, e)
         except Exception:  # one connection's bug must not take the others along
             log.exception("%s failed", self._name)
-        self._dropped = True
+        with self._changed:
+            self._dropped = True
+            forwarders = list(self._forwarders.values())
         self.close()
-        for forwarder in list(self._forwarders.values()):
+        for forwarder in forwarders:
             forwarder.close()
         self._stage.timelines.orphan(self)
         return parting
@@ -128,6 +140,8 @@ class Upstream:
         self._outbox.close()
         self._outbox.join(1.0)
         self._connection.close()
+        with self._changed:
+            self._changed.notify_all()
 
     def _finish_queued(self) -> None:
         """After an orderly end of stream, queued spans are still evaluated and answered."""
@@ -137,21 +151,27 @@ class Upstream:
                 self._changed.wait(_POLL_SECONDS)
 
     def _handle(self, frame: Frame) -> None:
-        match None if frame.discarded else frame.type:
+        self._check_turn(frame)
+        match frame.type:
             case FrameType.WORK:
                 self._work(frame)
             case FrameType.SNAPSHOT_SAVE_REQ:
                 self._refuse_save(frame)
             case FrameType.SNAPSHOT_LOAD_BEGIN:
                 self._refuse_load(frame)
-            case frames.EXT_HELLO:
-                self._greet(frame)
             case _:
-                self._outbox.put(encode(ErrorText.of("unsupported distributed worker frame")))
-                raise RemoteProtocolError(
-                    f"{frames.type_name(frame.type)} is nothing that a worker accepts here",
-                    kind="W-TYPE",
-                )
+                assert frame.type == EXT_HELLO  # the table admits nothing else
+                self._greet(frame)
+
+    def _check_turn(self, frame: Frame) -> None:
+        """Answer an ERROR to a frame that is not accepted, or not now."""
+        try:
+            if frame.discarded:
+                raise RemoteProtocolError(f"the peer sent {type_name(frame.type)}", kind="F-TYPE")
+            self._conversation.received(frame.type)
+        except RemoteProtocolError:
+            self._outbox.put(encode(ErrorText.of("unsupported distributed worker frame")))
+            raise
 
     def _greet(self, frame: Frame) -> None:
         """Answer another ds4py's handshake; it decides whether we fit and tells us if not."""
@@ -159,6 +179,7 @@ class Upstream:
         log.info(
             "%s: ds4py %s %s, model %r", self._name, hello.version, hello.role, hello.model_name
         )
+        self._conversation.sent(EXT_HELLO)
         self._outbox.put(encode_peer_hello(self._stage.introduce()))
 
     def _refuse_save(self, frame: Frame) -> None:
@@ -174,12 +195,14 @@ class Upstream:
             status=1,
             message=_NO_SNAPSHOTS,
         )
+        self._conversation.sent(FrameType.SNAPSHOT_BEGIN, refused=True)
         self._outbox.put(encode(refusal))
         log.warning("%s: refused to save a session (%d bytes)", self._name, len(frame.body))
 
     def _refuse_load(self, frame: Frame) -> None:
         """Answer and close, since the shard that follows would be read as frames (spec 2.6)."""
         record = SnapshotRecord.decode(frame.body)
+        self._conversation.sent(FrameType.SNAPSHOT_DONE)
         self._outbox.put(
             encode(SnapshotDone(request_id=record.request_id, status=1, message=_NO_SNAPSHOTS))
         )
@@ -288,6 +311,12 @@ class Upstream:
         )
 
     def _forwarder(self, address: Address) -> Forwarder:
+        with self._changed:
+            if self._dropped:  # nobody would close it
+                raise PeerClosedError("connection is closed", peer=str(self._connection.peer))
+            return self._latest_forwarder(address)
+
+    def _latest_forwarder(self, address: Address) -> Forwarder:
         forwarder = self._forwarders.pop(address, None)
         if forwarder is None:
             forwarder = Forwarder(

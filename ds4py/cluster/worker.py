@@ -24,8 +24,9 @@ from ds4py.contracts import SliceRunner
 from ds4py.errors import Ds4Error
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
+from ds4py.wire.conversation import Conversation, Role
 from ds4py.wire.extensions import REWIND, PeerHello
-from ds4py.wire.frames import coordinator_limits, worker_limits
+from ds4py.wire.frames import FrameType, coordinator_limits, worker_limits
 from ds4py.wire.messages import Hello, encode
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ class Worker:
 
     def _serve_data(self, connection: Connection, name: str) -> None:
         try:
-            self._tell_refusal(self._serve(connection, name), name)
+            conversation = Conversation(Role.DATA_SERVER)
+            self._tell_refusal(self._serve(connection, name, conversation), name)
         finally:
             with self._lock:
                 self._served.discard(threading.current_thread())
@@ -190,9 +192,9 @@ class Worker:
             log.error("%s: the peer refused us: %s", name, text)
         self._refusal = text or ""
 
-    def _serve(self, connection: Connection, name: str) -> str | None:
+    def _serve(self, connection: Connection, name: str, conversation: Conversation) -> str | None:
         """Serve one connection to its end; return the peer's parting ERROR text, if any."""
-        upstream = Upstream(connection, self._stage, name)
+        upstream = Upstream(connection, self._stage, name, conversation)
         with self._lock:
             self._upstreams.add(upstream)
         try:
@@ -220,8 +222,9 @@ class Worker:
     def _serve_coordinator(self, address: Address) -> str:
         """Dial once and serve; return why that ended."""
         try:
-            connection = self._dial_coordinator(address)
-            refusal = self._serve(connection, f"control {connection.peer}")
+            conversation = Conversation(Role.WORKER_CONTROL)
+            connection = self._dial_coordinator(address, conversation)
+            refusal = self._serve(connection, f"control {connection.peer}", conversation)
         except Ds4Error as e:
             return f"was not reached: {e}"
         except Exception as e:  # nobody else would dial the coordinator again
@@ -229,9 +232,10 @@ class Worker:
             return f"was given up: {e}"
         return "is gone" if refusal is None else f"refused us: {refusal}"
 
-    def _dial_coordinator(self, address: Address) -> Connection:
+    def _dial_coordinator(self, address: Address, conversation: Conversation) -> Connection:
         sock = connect(address, self._sockets, stopped=self._stopping.is_set)
         connection = Connection(sock, self._sockets, self._limits)
+        conversation.sent(FrameType.HELLO)
         connection.send(encode(plain_hello(self._runner, self.address.port)))
         log.debug("connected to coordinator %s", connection.peer)
         return connection
