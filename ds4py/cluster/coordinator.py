@@ -103,6 +103,11 @@ class Coordinator:
         lost = route.link is not None and route.link.lost
         return route.generation == self._registry.generation and not lost
 
+    def wait_for_change(self, route: Route, seconds: float) -> bool:
+        """Wait until a route is current no more; False if it still is after `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.is_current(route), seconds)
+
     def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
         """Return a current route.
 
@@ -228,14 +233,19 @@ class Coordinator:
             if self._closed:
                 return None
             self._arriving.add(connection)
+        # a deadline for the whole of it: a byte now and then must not hold the thread
+        timer = threading.Timer(HELLO_SECONDS, connection.close)
+        timer.daemon = True
+        timer.start()
         try:
             return self._receive_hello(connection)
         finally:
+            timer.cancel()
             with self._changed:
                 self._arriving.discard(connection)
 
     def _receive_hello(self, connection: Connection) -> Hello | None:
-        frame = connection.receive(timeout=HELLO_SECONDS)
+        frame = connection.receive()
         if frame is None:
             return None
         hello = decode(frame)

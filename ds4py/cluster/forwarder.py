@@ -212,12 +212,11 @@ class Forwarder:
                 log.debug("error of %s not relayed: %s", self.address, e)
 
     def close(self) -> None:
-        """Close the connection to the next hop; nobody waits for answers any more; idempotent."""
+        """Close the connection to the next hop; what is unanswered gets an error; idempotent."""
         with self._lock:
             self._closed = True
             downstream = self._downstream
             given_up, self._waiting = self._waiting, deque()
-            for span in given_up:
-                span.depart()
         if downstream is not None:
-            downstream.connection.close()
+            downstream.connection.close()  # its relay thread answers what is pending
+        self._fail(given_up, f"next hop {self.address}: given up")

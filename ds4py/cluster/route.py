@@ -84,6 +84,9 @@ class RouteSource(Protocol):
     def is_current(self, route: Route) -> bool:
         """Whether no worker came or went since the route was made."""
 
+    def wait_for_change(self, route: Route, seconds: float) -> bool:
+        """Wait until a route is current no more; False if it still is after `seconds`."""
+
     def next_request_id(self) -> int:
         """Return a request id that was never used before."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 from ds4py.cluster.pipeline import Drive, SpanRun
 from ds4py.cluster.prefill import Span, chunk_size, cut_spans, window_size
@@ -24,6 +25,8 @@ from ds4py.hidden import F32
 from ds4py.wire.prefix_hash import INIT, prefix_hash
 
 log = logging.getLogger(__name__)
+
+_NEWS_SECONDS: Final = 1.0
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -128,11 +131,23 @@ class ClusterSession:
                 raise
             except Ds4Error as e:
                 self._forget()
-                failure = classify(e, route_is_current=self._source.is_current(route))
+                failure = self._meaning(e, route, recovery)
                 if not recovery.allows(failure):
                     raise
                 after_loss = failure is Failure.LOST
                 log.warning("replaying %d tokens from the start: %s", len(wanted), e)
+
+    def _meaning(self, error: Ds4Error, route: Route, recovery: Recovery) -> Failure:
+        """Decide what a failed attempt means.
+
+        A hop may report that its next hop died before our own connection to that one breaks, so
+        news is waited for before a refusal is final.
+        """
+        failure = classify(error, route_is_current=self._source.is_current(route))
+        final = failure is Failure.REFUSED and not recovery.refused
+        if final and self._source.wait_for_change(route, _NEWS_SECONDS):
+            return Failure.LOST
+        return failure
 
     def _evaluate(
         self,

@@ -165,13 +165,17 @@ class Upstream:
 
     def _check_turn(self, frame: Frame) -> None:
         """Answer an ERROR to a frame that is not accepted, or not now."""
-        try:
-            if frame.discarded:
-                raise RemoteProtocolError(f"the peer sent {type_name(frame.type)}", kind="F-TYPE")
-            self._conversation.received(frame.type)
-        except RemoteProtocolError:
+        fault = None
+        if frame.discarded:
+            fault = RemoteProtocolError(f"the peer sent {type_name(frame.type)}", kind="F-TYPE")
+        else:
+            try:
+                self._conversation.received(frame.type)
+            except RemoteProtocolError as e:
+                fault = e
+        if fault is not None:
             self._outbox.put(encode(ErrorText.of("unsupported distributed worker frame")))
-            raise
+            raise fault
 
     def _greet(self, frame: Frame) -> None:
         """Answer another ds4py's handshake; it decides whether we fit and tells us if not."""

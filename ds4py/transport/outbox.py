@@ -94,6 +94,10 @@ class Outbox:
             except TransportError as e:
                 log.debug("%s: %s", threading.current_thread().name, e)
                 self.close(flush=False)
+            except Exception:  # without its sender, a connection would only seem to work
+                log.exception("%s failed", threading.current_thread().name)
+                self.close(flush=False)
+                self._connection.close()
             finally:
                 with self._changed:
                     self._busy = False

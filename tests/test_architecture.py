@@ -1,0 +1,177 @@
+"""The house rules: who imports whom, which library lives where, how big things may be.
+
+The table of docs/architecture.md section 2 is read from that document and checked over the syntax
+tree of every module, so the document and the code can not drift apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    (ROOT / "ds4py").rglob("*.py"), key=lambda path: str(path.relative_to(ROOT / "ds4py"))
+)
+DOCUMENT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+FREE = {"__init__", "__main__"}  # the version, and the door that only calls `cli`
+LIBRARIES = {
+    "torch": {"quant", "models", "engine"},
+    "socket": {"transport"},
+    "threading": {"transport", "cluster", "engine", "server"},
+    "asyncio": {"server"},
+    "click": {"cli"},
+    "pickle": set(),
+    "_pickle": set(),
+    "cPickle": set(),
+    "dill": set(),
+    "shelve": set(),
+    "marshal": set(),
+}
+EXCEPTIONS = {("ds4py/cli/signals.py", "threading")}  # the event that a signal sets
+# one formula or block family each: their folder's `formats` or caller says what they own
+LEAVES = {
+    *("models/ops/attention", "models/ops/norm", "models/ops/rope"),
+    *(f"quant/{name}" for name in ("fp4", "iquants", "kquants", "legacy", "plain", "ternary")),
+}
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room(path: Path) -> str:
+    """The first name below ds4py: a folder, or a module of the ground floor."""
+    first = path.relative_to(ROOT / "ds4py").parts[0]
+    return first.removesuffix(".py")
+
+
+def only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    }
+
+
+def imported(node: ast.AST, *, typing: bool = False) -> Iterator[tuple[str, bool]]:
+    """Every imported name with whether it is imported for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, typing) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            module = child.module or ""
+            yield from ((f"{module}.{alias.name}", typing) for alias in child.names)
+        else:
+            yield from imported(
+                child, typing=typing or only_for_types(node) or only_for_types(child)
+            )
+
+
+def rooms_of_table() -> dict[str, set[str]]:
+    """Read "Who may import whom": room -> rooms that it may import besides itself."""
+    section = DOCUMENT.partition("Who may import whom")[2].partition("\n\n## ")[0]
+    rows = [line.strip("| \n").split("|") for line in section.splitlines() if line.startswith("| ")]
+    allowed: dict[str, set[str]] = {}
+    for left, right in rows[1:]:
+        rooms = [name.strip() for name in left.split("·")]
+        grants = [part.strip() for part in re.sub(r"\([^)]*\)", "", right).split("·")]
+        if len(grants) == 1:
+            grants *= len(rooms)
+        for name, grant in zip(rooms, grants, strict=True):
+            if grant.startswith("all of the above"):
+                allowed[name] = set(allowed)
+            else:
+                allowed[name] = set() if grant == "nothing" else set(grant.split())
+    return allowed
+
+
+ALLOWED = rooms_of_table()
+
+
+def test_the_table_of_the_document_names_every_room() -> None:
+    built = {room(path) for path in MODULES} - FREE
+    assert built <= set(ALLOWED)
+    assert set.union(*ALLOWED.values()) <= set(ALLOWED)
+
+
+def test_the_rules_find_what_they_forbid() -> None:
+    """A test of the tests: imports in functions and for type checkers are seen and told apart."""
+    code = ast.parse(
+        "import a.b\n"
+        "if TYPE_CHECKING:\n    from c import d\n"
+        "def f():\n    from e import g\n    import pickle\n"
+    )
+    assert list(imported(code)) == [
+        ("a.b", False),
+        ("c.d", True),
+        ("e.g", False),
+        ("pickle", False),
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_a_module_imports_only_rooms_that_its_own_may_import(path: Path) -> None:
+    """Imports for type checkers count inside a room only: they create no dependency at run time."""
+    mine = room(path)
+    if mine in FREE:
+        return
+    for name, for_types in imported(tree(path)):
+        parts = name.split(".")
+        if parts[0] != "ds4py" or for_types or parts[1] in {mine, "__version__"}:
+            continue
+        assert parts[1] in ALLOWED[mine], f"{ids(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_a_library_is_imported_only_in_its_rooms(path: Path) -> None:
+    for name, for_types in imported(tree(path)):
+        library = name.split(".")[0]
+        rooms = LIBRARIES.get(library)
+        if rooms is None or for_types or (ids(path), library) in EXCEPTIONS:
+            continue
+        assert room(path) in rooms, f"{ids(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_only_config_reads_the_environment(path: Path) -> None:
+    if room(path) == "config":
+        return
+    for node in ast.walk(tree(path)):
+        reads = isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
+        assert not reads, f"{ids(path)}:{node.lineno} reads the environment"  # type: ignore[attr-defined]
+    names = {name for name, _ in imported(tree(path))}
+    assert not names & {"os.environ", "os.environb", "os.getenv"}
+
+
+def must_say(path: Path) -> bool:
+    name = str(path.relative_to(ROOT / "ds4py")).removesuffix(".py")
+    return path.stem not in FREE and name not in LEAVES
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if must_say(path)], ids=ids)
+def test_a_module_says_what_it_owns_and_what_it_refuses_to_know(path: Path) -> None:
+    docstring = " ".join((ast.get_docstring(tree(path)) or "").split())
+    assert "Owns:" in docstring
+    assert "Refuses to know:" in docstring
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            size = node.end_lineno - node.lineno + 1
+            assert size <= 70, f"{ids(path)}:{node.lineno} {node.name} has {size} lines"

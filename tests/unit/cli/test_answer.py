@@ -1,0 +1,48 @@
+"""How an answer is shown: text on stdout, figures on stderr."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds4py.cli.answer import Figures, Piece, show
+
+FIGURES = Figures(
+    n_prompt=9,
+    n_cached=4,
+    n_generated=2,
+    prefill_per_second=12.34,
+    decode_per_second=5.0,
+    finish="stop",
+)
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(capsys) -> None:
+    events = iter([Piece("Hel", (1,)), Piece("lo", (2,)), FIGURES])
+    assert show(events, ids_only=False) is FIGURES
+    out, err = capsys.readouterr()
+    assert out == "Hello\n"
+    assert err == (
+        "prompt: 9 tokens (4 cached), answer: 2 tokens; prefill: 12.3 t/s, generation: 5.0 t/s\n"
+    )
+
+
+def test_ids_are_separated_by_commas(capsys) -> None:
+    show(iter([Piece("a", (1, 2)), Piece("", ()), Piece("b", (3,))]), ids_only=True)
+    assert capsys.readouterr().out == "1,2,3\n"
+
+
+def test_what_was_said_before_a_failure_stays_and_ends_with_a_line_break(capsys) -> None:
+    def events():
+        yield Piece("Hel")
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError):
+        show(events(), ids_only=False)
+    assert capsys.readouterr() == ("Hel\n", "")
+
+
+def test_nothing_cached_is_not_mentioned(capsys) -> None:
+    from dataclasses import replace
+
+    show(iter([replace(FIGURES, n_cached=0)]), ids_only=False)
+    assert "cached" not in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Who gets which session, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ds4py.cluster.pool import ClusterBackend, choose_session
+from ds4py.errors import CancelledError
+from tests.clusters import cluster, wait_until
+from tests.sockets import Background
+
+
+class Line:
+    """As much of a session as the choice looks at."""
+
+    def __init__(self, *tokens: int):
+        self.tokens = tokens
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "chosen"),
+    [
+        ([(1, 2), (1, 2, 3), (9,)], [1, 2, 3, 4], 1),  # the longest common prefix
+        ([(1, 2, 9), (1, 2)], [1, 2, 3], 0),  # equals: the longest unused one
+        ([(7, 8), (), (5,)], [1], 1),  # nothing in common: an empty one before a conversation
+        ([(7, 8), (5,)], [1], 0),  # none is empty: the longest unused one
+        ([(), (1,)], [1, 2], 1),
+    ],
+)
+def test_the_session_that_saves_most_is_chosen(free, wanted, chosen) -> None:
+    lines = [Line(*tokens) for tokens in free]
+    assert choose_session(lines, wanted) is lines[chosen]
+
+
+@contextmanager
+def backend(n_sessions: int) -> Iterator[ClusterBackend]:
+    with cluster([], local="0-5", n_sessions=n_sessions) as c:
+        yield c.backend
+
+
+def test_session_ids_are_few_distinct_and_not_zero() -> None:
+    with backend(3) as pool:
+        ids = set()
+        for n in range(20):
+            with pool.lease([n]) as session:
+                session.sync([n])
+                ids.add(session.session_id)
+        assert len(ids) == 3
+        assert 0 not in ids
+
+
+def test_a_session_is_lent_to_one_at_a_time_and_comes_back_after_an_error() -> None:
+    with backend(1) as pool:
+        with pytest.raises(ZeroDivisionError), pool.lease([1]) as session:
+            1 / 0  # noqa: B018
+        with pool.lease([1]) as again:
+            assert again is session
+            assert not pool._free
+
+
+def test_waiting_requests_are_served_in_the_order_of_their_arrival() -> None:
+    with backend(1) as pool:
+        served: list[int] = []
+
+        def ask(n: int) -> None:
+            with pool.lease([n]):
+                served.append(n)
+
+        with pool.lease([0]):
+            asking = []
+            for n in range(6):
+                asking.append(Background(lambda n=n: ask(n)))
+                wait_until(lambda n=n: len(pool._waiting) == n + 1, "the request waits")  # type: ignore[misc]
+        for request in asking:
+            request.result()
+        assert served == list(range(6))
+
+
+def test_a_cancelled_request_leaves_the_queue_and_the_next_one_is_served() -> None:
+    with backend(1) as pool:
+        gone, served = threading.Event(), threading.Event()
+
+        def ask_and_leave() -> None:
+            with pool.lease([1], cancelled=gone.is_set):
+                pytest.fail("it was cancelled")
+
+        def ask() -> None:
+            with pool.lease([2]):
+                served.set()
+
+        with pool.lease([0]):
+            first = Background(ask_and_leave)
+            wait_until(lambda: len(pool._waiting) == 1, "the first waits")
+            second = Background(ask)
+            wait_until(lambda: len(pool._waiting) == 2, "the second waits")
+            gone.set()
+            with pytest.raises(CancelledError):
+                first.result()
+            assert not served.is_set()
+        second.result()
+        assert served.is_set()
