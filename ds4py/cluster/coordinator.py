@@ -233,19 +233,14 @@ class Coordinator:
             if self._closed:
                 return None
             self._arriving.add(connection)
-        # a deadline for the whole of it: a byte now and then must not hold the thread
-        timer = threading.Timer(HELLO_SECONDS, connection.close)
-        timer.daemon = True
-        timer.start()
         try:
             return self._receive_hello(connection)
         finally:
-            timer.cancel()
             with self._changed:
                 self._arriving.discard(connection)
 
     def _receive_hello(self, connection: Connection) -> Hello | None:
-        frame = connection.receive()
+        frame = connection.receive(timeout=HELLO_SECONDS)
         if frame is None:
             return None
         hello = decode(frame)

@@ -46,6 +46,7 @@ class Dialer:
         self._coordinator = coordinator
         self._stopping = threading.Event()
         self._said = ""
+        self._is_plain = False
         self._connection: Connection | None = None  # the one in use, so that `stop` ends it
         name = f"dial {entry.address}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -81,20 +82,32 @@ class Dialer:
             self._stopping.wait(REDIAL_PAUSE)
 
     def _serve_once(self) -> None:
-        connection = self._connect()
+        self._connect()
         try:
-            hello = self._handshake(connection)
-            if hello is None:
-                connection.close()
-                connection, record = self._plain()
-            else:
-                record = self._accept(connection, hello)
+            record = self._introduce()
             self._said = ""
-            self._coordinator.serve(connection, record)
+            self._coordinator.serve(self._current(), record)
         finally:
-            connection.close()
+            self._current().close()
 
-    def _connect(self) -> Connection:
+    def _introduce(self) -> WorkerRecord:
+        """Learn who is behind the current connection; a plain peer needs another one."""
+        if not self._is_plain:
+            hello = self._handshake(self._current())
+            if hello is not None:
+                return self._accept(self._current(), hello)
+            self._current().close()
+        span = self._plain_span()
+        if self._current().closed:
+            self._connect()
+        log.info("worker %s speaks the plain protocol", self._entry.address)
+        return self._record(self._current(), span)
+
+    def _current(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def _connect(self) -> None:
         # one round: the pause between attempts is ours, and start order does not matter
         sock = connect(
             self._entry.address,
@@ -106,16 +119,22 @@ class Dialer:
         self._connection = connection
         if self._stopping.is_set():  # `stop` did not see it
             connection.close()
-        return connection
 
     def _handshake(self, connection: Connection) -> PeerHello | None:
-        """Introduce ourselves; None if the peer speaks the plain protocol only."""
+        """Introduce ourselves; None if the peer seems to speak the plain protocol only.
+
+        An ERROR is a plain worker's answer and is remembered. A close may be the same, with the
+        ERROR lost in a reset, or a ds4py that has just died, so it is not.
+        """
         connection.send(encode_peer_hello(self._introduction()))
         try:
             frame = connection.receive(timeout=HANDSHAKE_SECONDS)
         except PeerClosedError:
-            return None  # a reset instead of an ERROR, if our bytes were still on their way
-        if frame is None or frame.type == FrameType.ERROR:
+            return None
+        if frame is None:
+            return None
+        if frame.type == FrameType.ERROR:
+            self._is_plain = True
             return None
         if frame.type != EXT_HELLO:
             raise ClusterError(f"answered the handshake with frame type {frame.type}")
@@ -166,17 +185,14 @@ class Dialer:
         if wanted != span:
             raise ConfigError(f"serves layers {span}, but --dist-route says {wanted}")
 
-    def _plain(self) -> tuple[Connection, WorkerRecord]:
-        """Connect again without a handshake, taking the layers from `--dist-route`."""
+    def _plain_span(self) -> LayerSpan:
+        """Return the layers that `--dist-route` says for a peer that can not."""
         if self._entry.layers is None:
             raise ConfigError(
-                "is no ds4py and can not tell its layers; write them in --dist-route, "
+                "did not answer as a ds4py does; if it is none, write its layers in --dist-route, "
                 f"for example {self._entry.address}=13:output"
             )
-        span = self._entry.layers.resolve(self._coordinator.card.n_layers)
-        connection = self._connect()
-        log.info("worker %s speaks the plain protocol", self._entry.address)
-        return connection, self._record(connection, span)
+        return self._entry.layers.resolve(self._coordinator.card.n_layers)
 
     def _record(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -59,29 +60,31 @@ class Connection:
         """Wait for the next frame; None at the end of the stream.
 
         Args:
-            timeout: Seconds without a byte after which to give up; None takes the configured
-                receive timeout, which by default waits for ever.
+            timeout: Seconds for the whole frame, so that a byte now and then does not help; None
+                takes the configured receive timeout, which by default waits for ever.
 
         Raises:
             RemoteProtocolError: The bytes are no frame, or one beyond its limit.
-            TransportTimeoutError: The peer was silent for too long.
+            TransportTimeoutError: The frame did not come in time.
             PeerClosedError: The connection was reset, or ended inside a frame.
         """
         if not self._enter():
             return None
         try:
             if timeout is None:
-                return self._receive()
-            set_timeout(self._sock, socket.SO_RCVTIMEO, timeout)
+                return self._receive(None)
             try:
-                return self._receive()
+                return self._receive(time.monotonic() + timeout)
             finally:
                 set_timeout(self._sock, socket.SO_RCVTIMEO, self._config.recv_timeout)
         finally:
             self._leave()
 
-    def _receive(self) -> Frame | None:
+    def _receive(self, deadline: float | None) -> Frame | None:
         while True:
+            if deadline is not None:
+                left = max(deadline - time.monotonic(), 0.001)  # 0 would mean no timeout at all
+                set_timeout(self._sock, socket.SO_RCVTIMEO, left)
             try:
                 count = self._sock.recv_into(self._reader.writable())
             except BlockingIOError as e:
@@ -97,6 +100,8 @@ class Connection:
             frame = self._reader.filled(count)
             if frame is not None:
                 return frame
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TransportTimeoutError("sent too little in time", peer=str(self.peer))
 
     def send(self, pieces: Sequence[Buffer]) -> None:
         """Send one frame's buffers in order with as few system calls as possible.

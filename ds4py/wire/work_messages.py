@@ -13,7 +13,7 @@ from enum import IntEnum, IntFlag
 from typing import Final
 
 from ds4py.errors import RemoteProtocolError
-from ds4py.wire.frames import Buffer, FrameType, encode_frame, pack, printable, wire_text
+from ds4py.wire.frames import MAX_HOPS, Buffer, FrameType, encode_frame, pack, printable, wire_text
 from ds4py.wire.route import RouteEntry
 from ds4py.wire.snapshot_messages import decode_tokens, encode_tokens
 
@@ -255,6 +255,11 @@ class Result:
             raise RemoteProtocolError(
                 f"RESULT sizes do not fit: {count} records, {telemetry_bytes} telemetry bytes and "
                 f"{payload_bytes} payload bytes in a body of {len(body)}",
+                kind="R-META",
+            )
+        if count > MAX_HOPS:  # each record becomes an object: bytes alone are no bound
+            raise RemoteProtocolError(
+                f"RESULT with {count} telemetry records, at most {MAX_HOPS} are accepted",
                 kind="R-META",
             )
         payload_at = 40 + telemetry_bytes

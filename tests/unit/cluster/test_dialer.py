@@ -39,17 +39,19 @@ def test_a_plain_worker_without_layers_is_explained_once(caplog, monkeypatch) ->
     with dialling(RouteEntry(worker.address)) as c:
         attempts: list[int] = []
         monkeypatch.setattr(
-            c.coordinator._dialers[0], "_plain", _counting(c.coordinator._dialers[0], attempts)
+            c.coordinator._dialers[0],
+            "_plain_span",
+            _counting(c.coordinator._dialers[0], attempts),
         )
         wait_until(lambda: len(attempts) > 3, "it is tried again")
         assert not c.coordinator.health().ready
     worker.close()
-    words = f"write them in --dist-route, for example {worker.address}=13:output"
+    words = f"write its layers in --dist-route, for example {worker.address}=13:output"
     assert caplog.text.count(words) == 1
 
 
 def _counting(dialer, attempts: list[int]):
-    plain = type(dialer)._plain
+    plain = type(dialer)._plain_span
 
     def counted():
         attempts.append(1)
@@ -106,6 +108,19 @@ def test_a_worker_that_does_not_fit_is_told_in_both_logs_but_not_each_second(
     assert words in theirs[0].getMessage()
     ours = [r for r in caplog.records if r.name.endswith((".coordinator", ".dialer"))]
     assert words in ours[0].getMessage()
+
+
+def test_a_plain_worker_is_remembered_and_dialled_without_a_handshake(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(dialer_module, "REDIAL_PAUSE", 0.01)
+    worker = start_worker(FakeRunner(WHOLE), speaks_extensions=False)
+    with dialling(RouteEntry(worker.address, LayerSpec.parse("0:output"))) as c:
+        c.wait_ready()
+        worker.close()
+        wait_until(lambda: not c.coordinator.health().ready, "the worker is missed")
+        worker = start_worker(FakeRunner(WHOLE), listen=worker.address, speaks_extensions=False)
+        c.wait_ready()
+    worker.close()
+    assert caplog.text.count("the peer sent EXT_HELLO") == 1
 
 
 def test_closing_ends_a_handshake_that_nobody_answers() -> None:

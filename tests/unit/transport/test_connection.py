@@ -112,6 +112,24 @@ def test_silence_ends_a_timed_receive_and_the_connection_lives_on() -> None:
         assert bytes(got.body) == b"late"
 
 
+def test_a_byte_now_and_then_does_not_stretch_a_timed_receive() -> None:
+    with connected(LIMITS) as (connection, peer):
+        stop = threading.Event()
+
+        def drip() -> None:
+            for byte in frame(3, bytes(1000)):
+                if stop.wait(0.02):
+                    return
+                peer.sendall(bytes([byte]))
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with pytest.raises(TransportTimeoutError, match=r"in time|too long"):
+            connection.receive(timeout=0.1)
+        stop.set()
+        dripping.join()
+
+
 def test_the_configured_receive_timeout_holds_without_another() -> None:
     with (
         connected(LIMITS, SocketConfig(buffer_mb=0, recv_timeout=0.05)) as (connection, _),

@@ -236,6 +236,14 @@ def test_result_sizes_must_add_up(at, value):
     assert kind_of(4, body) == "R-META"
 
 
+def test_a_result_with_more_records_than_a_route_has_hops_is_refused() -> None:
+    """Each record becomes an object: the limit on bytes alone would let a peer fill memory."""
+    record = Telemetry(**dict.fromkeys(Telemetry.__slots__, 1))
+    body = body_of(Result(request_id=1, telemetry=(record,) * 64))
+    assert len(Result.decode(memoryview(body)).telemetry) == 64
+    assert kind_of(4, body_of(Result(request_id=1, telemetry=(record,) * 65))) == "R-META"
+
+
 def test_a_relay_appends_its_record_and_touches_nothing_else():
     records = [Telemetry(**dict.fromkeys(Telemetry.__slots__, n)) for n in (1, 2)]
     result = Result(
