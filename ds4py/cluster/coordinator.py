@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ds4py import __version__
 from ds4py.cluster.checks import CoordinatorFacts, check_hello
 from ds4py.cluster.device import DeviceThread
 from ds4py.cluster.dialer import Dialer
@@ -34,7 +35,7 @@ from ds4py.errors import (
 from ds4py.hidden import F32, HiddenBatch
 from ds4py.spans import LayerSpan
 from ds4py.transport.connection import Connection
-from ds4py.wire.extensions import REWIND
+from ds4py.wire.extensions import REWIND, PeerHello
 from ds4py.wire.frames import coordinator_limits
 from ds4py.wire.messages import ErrorText, Hello, decode, encode
 
@@ -191,6 +192,21 @@ class Coordinator:
             name=self._card.name,
             n_layers=self._card.n_layers,
             n_ctx=self._n_ctx,
+        )
+
+    def introduce(self) -> PeerHello:
+        """Return our half of the handshake with another ds4py."""
+        span = None if self.local is None else self.local.runner.span
+        return PeerHello(
+            role="coordinator",
+            version=__version__,
+            model_id=self._card.model_id,
+            model_name=self._card.name,
+            n_layers=self._card.n_layers,
+            quant_bits=self._card.quant_bits,
+            ctx_size=self._n_ctx,
+            layer_start=None if span is None else span.start,
+            layer_end=None if span is None else span.end,
         )
 
     def result_limits(self) -> dict[int, int]:

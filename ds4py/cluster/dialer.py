@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from ds4py import __version__
-from ds4py.cluster.checks import check_hello
-from ds4py.cluster.registry import WorkerRecord
-from ds4py.config import Address, RouteEntry
+from ds4py.cluster.checks import CoordinatorFacts, check_hello
+from ds4py.cluster.registry import LinkId, WorkerRecord
+from ds4py.config import Address, RouteEntry, SocketConfig
+from ds4py.contracts import ModelCard
 from ds4py.errors import ClusterError, ConfigError, Ds4Error, PeerClosedError
 from ds4py.spans import LayerSpan
 from ds4py.transport.connection import Connection
@@ -23,9 +23,6 @@ from ds4py.wire.extensions import EXT_HELLO, PeerHello, decode_peer_hello, encod
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import ErrorText, encode
 
-if TYPE_CHECKING:
-    from ds4py.cluster.coordinator import Coordinator
-
 log = logging.getLogger(__name__)
 
 REDIAL_PAUSE: Final = 1.0
@@ -33,17 +30,42 @@ HANDSHAKE_SECONDS: Final = 10.0
 _JOIN_SECONDS: Final = 10.0
 
 
+class Host(Protocol):
+    """What a dialer needs of its coordinator."""
+
+    sockets: SocketConfig
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+
+    def introduce(self) -> PeerHello:
+        """Return our half of the handshake."""
+
+    def facts(self) -> CoordinatorFacts:
+        """Return what a worker's half is compared with."""
+
+    def result_limits(self) -> dict[int, int]:
+        """Return the frames that a worker may send."""
+
+    def new_link_id(self) -> LinkId:
+        """Return a name for a new link."""
+
+    def serve(self, connection: Connection, record: WorkerRecord) -> None:
+        """Register a worker and read its results until it is gone."""
+
+
 class Dialer:
     """Dials one worker of `--dist-route`.
 
     Args:
         entry: Where, and the layers if the peer can not tell them.
-        coordinator: Gets the connection.
+        host: Gets the connection.
     """
 
-    def __init__(self, entry: RouteEntry, coordinator: Coordinator):
+    def __init__(self, entry: RouteEntry, host: Host):
         self._entry = entry
-        self._coordinator = coordinator
+        self._host = host
         self._stopping = threading.Event()
         self._said = ""
         self._is_plain = False
@@ -86,7 +108,7 @@ class Dialer:
         try:
             record = self._introduce()
             self._said = ""
-            self._coordinator.serve(self._current(), record)
+            self._host.serve(self._current(), record)
         finally:
             self._current().close()
 
@@ -111,11 +133,11 @@ class Dialer:
         # one round: the pause between attempts is ours, and start order does not matter
         sock = connect(
             self._entry.address,
-            self._coordinator.sockets,
+            self._host.sockets,
             rounds=1,
             stopped=self._stopping.is_set,
         )
-        connection = Connection(sock, self._coordinator.sockets, self._coordinator.result_limits())
+        connection = Connection(sock, self._host.sockets, self._host.result_limits())
         self._connection = connection
         if self._stopping.is_set():  # `stop` did not see it
             connection.close()
@@ -126,7 +148,7 @@ class Dialer:
         An ERROR is a plain worker's answer and is remembered. A close may be the same, with the
         ERROR lost in a reset, or a ds4py that has just died, so it is not.
         """
-        connection.send(encode_peer_hello(self._introduction()))
+        connection.send(encode_peer_hello(self._host.introduce()))
         try:
             frame = connection.receive(timeout=HANDSHAKE_SECONDS)
         except PeerClosedError:
@@ -140,25 +162,9 @@ class Dialer:
             raise ClusterError(f"answered the handshake with frame type {frame.type}")
         return decode_peer_hello(frame.body)
 
-    def _introduction(self) -> PeerHello:
-        card = self._coordinator.card
-        local = self._coordinator.local
-        span = None if local is None else local.runner.span
-        return PeerHello(
-            role="coordinator",
-            version=__version__,
-            model_id=card.model_id,
-            model_name=card.name,
-            n_layers=card.n_layers,
-            quant_bits=card.quant_bits,
-            ctx_size=self._coordinator.n_ctx,
-            layer_start=None if span is None else span.start,
-            layer_end=None if span is None else span.end,
-        )
-
     def _accept(self, connection: Connection, hello: PeerHello) -> WorkerRecord:
         """Check a ds4py worker and describe it; tell it if it does not fit."""
-        refusal = check_hello(hello, self._coordinator.facts())
+        refusal = check_hello(hello, self._host.facts())
         text = "is no worker" if hello.role != "worker" else refusal and refusal.text
         if text:
             connection.send(encode(ErrorText.of(text)))
@@ -181,7 +187,7 @@ class Dialer:
         """Refuse a worker that says other layers than the user wrote beside its address."""
         if self._entry.layers is None:
             return
-        wanted = self._entry.layers.resolve(self._coordinator.card.n_layers)
+        wanted = self._entry.layers.resolve(self._host.card.n_layers)
         if wanted != span:
             raise ConfigError(f"serves layers {span}, but --dist-route says {wanted}")
 
@@ -192,7 +198,7 @@ class Dialer:
                 "did not answer as a ds4py does; if it is none, write its layers in --dist-route, "
                 f"for example {self._entry.address}=13:output"
             )
-        return self._entry.layers.resolve(self._coordinator.card.n_layers)
+        return self._entry.layers.resolve(self._host.card.n_layers)
 
     def _record(
         self,
@@ -205,7 +211,7 @@ class Dialer:
         weight_bytes: int | None = None,
     ) -> WorkerRecord:
         return WorkerRecord(
-            link=self._coordinator.new_link_id(),
+            link=self._host.new_link_id(),
             # the numeric host that we reached: names may mean something else on another machine
             address=Address(connection.peer.host, self._entry.address.port),
             span=span,
