@@ -7,14 +7,14 @@ is the only module that imports both towers; only `cli` and tests import it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from ds4py.cluster.coordinator import Coordinator
 from ds4py.cluster.pool import ClusterBackend
 from ds4py.cluster.port import CoordinatorPort
-from ds4py.cluster.worker import Worker
+from ds4py.cluster.worker import Worker, data_listener
 from ds4py.config import (
     Address,
     CoordinatorConfig,
@@ -30,7 +30,7 @@ from ds4py.server.prompts import TextStack
 from ds4py.server.serve import HttpServer
 from ds4py.text.chat import ChatTemplate
 from ds4py.text.tokenizer import load_tokenizer
-from ds4py.transport.sockets import Socket, listen, local_address
+from ds4py.transport.sockets import Listener, Socket, listen, local_address
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes of weights loaded, bytes of weights in the slice)."""
@@ -94,61 +94,100 @@ def open_worker(
     *,
     progress: LoadProgress | None = None,
 ) -> Iterator[Worker]:
-    """Load a worker's slice and serve it while the context lasts."""
-    runner = open_runner(engine, config.layers, progress=progress)
-    try:
-        worker = Worker(runner, config, sockets)
-    except BaseException:
-        runner.close()
-        raise
-    try:
+    """Load a worker's slice and serve it while the context lasts.
+
+    The port is taken before anything is loaded, so that a busy one is told at once; whoever dials
+    meanwhile waits.
+    """
+    with ExitStack() as stack:
+        listener = data_listener(config, sockets)
+        stack.callback(listener.close)
+        runner = open_runner(engine, config.layers, progress=progress)
+        stack.callback(runner.close)
+        worker = Worker(runner, config, sockets, listener)
+        stack.pop_all()  # the worker owns both now
+        stack.callback(worker.close)
         worker.start()
         yield worker
-    finally:
-        worker.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Addresses that are taken before a model is loaded; closed by `open_doors`.
+
+    Args:
+        shared: Of workers, and of HTTP clients unless they have their own.
+        http: Own listening sockets of HTTP; None shares.
+    """
+
+    shared: Listener | None
+    http: Socket | None
+
+    @property
+    def http_addresses(self) -> list[Address]:
+        """Where HTTP clients are served."""
+        if self.http is not None:
+            return [local_address(self.http)]
+        return [] if self.shared is None else [self.shared.address]
 
 
 @contextmanager
-def join_cluster(node: Node, sockets: SocketConfig) -> Iterator[CoordinatorPort | None]:
-    """Dial the workers of a node and accept those that dial it; no HTTP."""
-    address = node.coordinator.config.listen
-    port = None
-    if address is not None:
-        port = CoordinatorPort(address, node.coordinator, sockets, None)
-        port.start()
-    try:
-        node.coordinator.start()
-        yield port
-    finally:
-        if port is not None:
-            port.close()
+def open_doors(
+    config: CoordinatorConfig, front: ServerConfig | None, sockets: SocketConfig
+) -> Iterator[Doors]:
+    """Take a coordinator's addresses.
 
-
-@contextmanager
-def serve_http(node: Node, config: ServerConfig, sockets: SocketConfig) -> Iterator[list[Address]]:
-    """Serve HTTP clients and workers of a node; yields the addresses that clients can use.
-
-    Without an address of its own, HTTP shares the coordinator's port.
+    Args:
+        config: Names the shared address, if there is one.
+        front: Names HTTP's own, if there is one; None serves no HTTP.
+        sockets: Socket options.
 
     Raises:
         ConfigError: An address can not be used.
     """
+    with ExitStack() as stack:
+        shared = http = None
+        if config.listen is not None:
+            shared = Listener(config.listen, sockets)
+            stack.callback(shared.close)
+        if front is not None and front.address is not None:
+            http = listen(front.address)
+            stack.callback(http.close)
+        yield Doors(shared, http)
+
+
+@contextmanager
+def join_cluster(node: Node, doors: Doors, sockets: SocketConfig) -> Iterator[None]:
+    """Dial the workers of a node and accept those that dial it; no HTTP."""
+    with ExitStack() as stack:
+        if doors.shared is not None:
+            port = CoordinatorPort(doors.shared, node.coordinator, sockets, None)
+            stack.callback(port.close)
+            port.start()
+        node.coordinator.start()
+        yield
+
+
+@contextmanager
+def serve_http(
+    node: Node, doors: Doors, config: ServerConfig, sockets: SocketConfig
+) -> Iterator[None]:
+    """Serve HTTP clients and workers of a node.
+
+    Without an address of its own, HTTP shares the coordinator's port.
+    """
     coordinator = node.coordinator
     app = create_app(node.backend, node.text, config, n_sessions=coordinator.config.n_sessions)
     server = HttpServer(app)
-    shared = config.address is None
-    own: list[Socket] = [] if config.address is None else [listen(config.address)]
-    port = None
-    try:
-        if coordinator.config.listen is not None:
-            adopt = server.adopt if shared else None
-            port = CoordinatorPort(coordinator.config.listen, coordinator, sockets, adopt)
-        server.start(own)
+    with ExitStack() as stack:
+        stack.callback(server.close, _CLOSE_SECONDS)
+        port = None
+        if doors.shared is not None:
+            adopt = server.adopt if doors.http is None else None
+            port = CoordinatorPort(doors.shared, coordinator, sockets, adopt)
+            stack.callback(port.close)
+        server.start([] if doors.http is None else [doors.http])
         if port is not None:
             port.start()
         coordinator.start()
-        yield [local_address(sock) for sock in own] or ([port.address] if port else [])
-    finally:
-        if port is not None:
-            port.close()
-        server.close(_CLOSE_SECONDS)
+        yield

@@ -22,6 +22,7 @@ from ds4py.config import (
 )
 from ds4py.contracts import SliceRunner
 from ds4py.spans import LayerSpan, LayerSpec
+from ds4py.transport.sockets import Listener
 from tests.fake_runner import FakeRunner, card
 
 DEADLINE = 20.0
@@ -116,7 +117,7 @@ def cluster(
         SOCKETS,
         local=None if local is None else make(local, has_head=head),
     )
-    port = CoordinatorPort(ANY_PORT, coordinator, SOCKETS, None)
+    port = CoordinatorPort(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
     port.start()
     coordinator.start()
     if dial_in:

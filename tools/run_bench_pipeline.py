@@ -4,6 +4,9 @@ All subjects are started first and idle while another is measured; each round me
 once, so that a slow minute of the machine hits all of them. Figures are medians over the rounds,
 ratios are medians of the ratios inside each round. The last line is one JSON object.
 
+Ratios are to one process that takes its prompt whole, as it does by default; pipeline efficiency is
+against one process that takes the same chunks, so that it tells of the pipeline alone.
+
 Each process computes with one thread and is pinned to one core (worker i on core i modulo the
 number of cores). Prompts are random tokens; a new one each time, so nothing is cached.
 """
@@ -142,9 +145,9 @@ def pin(pid: int, core: int) -> None:
 
 
 @contextmanager
-def child(name: str, kind: str, options: argparse.Namespace) -> Iterator[Subject]:
-    command = [sys.executable, __file__, "--child", kind, "--chunk", str(options.chunk)]
-    command += ["--model", str(options.model)]
+def child(name: str, kind: str, model: Path, chunk: int = 4096) -> Iterator[Subject]:
+    command = [sys.executable, __file__, "--child", kind, "--chunk", str(chunk)]
+    command += ["--model", str(model)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
     pin(process.pid, 0)
@@ -250,7 +253,7 @@ def ideal(stages: int, chunks: int) -> float:
 
 
 def report(subjects: list[Subject], options: argparse.Namespace) -> None:
-    base = subjects[0]
+    base, chunked = subjects[:2]
     keys = list(base.rates)
     table = Table("subject", *(f"{key} t/s" for key in keys), *(f"{k} vs 1" for k in keys))
     for key in keys[:-1]:
@@ -260,9 +263,9 @@ def report(subjects: list[Subject], options: argparse.Namespace) -> None:
         medians = [statistics.median(subject.rates[key]) for key in keys]
         ratios = [ratio(subject, base, key) for key in keys]
         efficiency = []
-        for key, value in zip(keys[:-1], ratios, strict=False):
+        for key in keys[:-1]:
             chunks = -(-int(key.split()[1]) // options.chunk)
-            efficiency.append(value / ideal(subject.stages, chunks))
+            efficiency.append(ratio(subject, chunked, key) / ideal(subject.stages, chunks))
         is_route = subject.stages > 1
         table.add_row(
             subject.name,
@@ -280,7 +283,10 @@ def report(subjects: list[Subject], options: argparse.Namespace) -> None:
         )
     Console(width=160).print(table)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    print(f"efficiency: speed-up over S*C/(C+S-1) for S stages and C chunks; {cores} cores here")
+    print(
+        "efficiency: speed-up over one process with the same chunks, as a part of S*C/(C+S-1) for "
+        f"S stages and C chunks; {cores} cores here"
+    )
     facts = {
         "machine": platform.processor() or platform.machine(),
         "cores": cores,
@@ -294,7 +300,7 @@ def report(subjects: list[Subject], options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--chunk", type=int, default=128, help="prompt tokens per chunk")
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per chunk")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's benchmark program")
     parser.add_argument("--child", choices=["ds4py", "llama"], help=argparse.SUPPRESS)
@@ -305,10 +311,14 @@ def main() -> None:
         return llama_child(options.model)
     n_layers = read_model(EngineConfig(model=options.model))[0].n_layers
     with ExitStack() as stack:
-        subjects = [stack.enter_context(child("1 process", "ds4py", options))]
+        chunked = f"1 process, chunks of {options.chunk}"
+        subjects = [
+            stack.enter_context(child("1 process", "ds4py", options.model)),
+            stack.enter_context(child(chunked, "ds4py", options.model, options.chunk)),
+        ]
         subjects += [stack.enter_context(workers(even_cuts(n_layers, n), options)) for n in (2, 3)]
         if options.llama_bench is None and find_spec("llama_cpp") is not None:
-            subjects.append(stack.enter_context(child("llama.cpp", "llama", options)))
+            subjects.append(stack.enter_context(child("llama.cpp", "llama", options.model)))
         measure(subjects, options.rounds)
     if options.llama_bench is not None:
         rates = llama_bench_rates(options.llama_bench, options.model)

@@ -165,14 +165,15 @@ def _local(
     if role == "coordinator":
         config = distributed.coordinator_config(environment, 1)
     from ds4py.cli.local import ask
-    from ds4py.runtime import join_cluster, open_node
+    from ds4py.runtime import join_cluster, open_doors, open_node
 
     stack.enter_context(exclusive(environment.lock_file))
+    doors = stack.enter_context(open_doors(config, None, environment.socket))
     with progress_bar("loading", unit="bytes") as loaded:
         node = stack.enter_context(
             open_node(engine, config, environment.socket, whole=role == "none", progress=loaded)
         )
-    stack.enter_context(join_cluster(node, environment.socket))
+    stack.enter_context(join_cluster(node, doors, environment.socket))
     if not node.coordinator.wait_ready(cancelled, _say_missing):
         raise CancelledError("interrupted while waiting for workers")
     prefilled = stack.enter_context(progress_bar("prompt", unit="tokens"))

@@ -152,15 +152,17 @@ def _run_coordinator(
     *,
     whole: bool,
 ) -> None:
-    from ds4py.runtime import open_node, serve_http
+    from ds4py.runtime import open_doors, open_node, serve_http
 
     with stop_signal() as stopping, ExitStack() as stack:
         stack.enter_context(exclusive(environment.lock_file))
+        doors = stack.enter_context(open_doors(config, front, environment.socket))
         with progress_bar("loading", unit="bytes") as progress:
             node = stack.enter_context(
                 open_node(engine, config, environment.socket, whole=whole, progress=progress)
             )
-        for address in stack.enter_context(serve_http(node, front, environment.socket)):
+        stack.enter_context(serve_http(node, doors, front, environment.socket))
+        for address in doors.http_addresses:
             log.info("HTTP on %s", address)
         if node.coordinator.wait_ready(stopping.is_set, _say_missing):
             log.info("ready: the whole model is reachable")

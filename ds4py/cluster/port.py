@@ -30,23 +30,20 @@ class CoordinatorPort:
     """Accepts workers, and HTTP clients if somebody takes them.
 
     Args:
-        address: Where to listen.
+        listener: Where they come from; owned from now on.
         coordinator: Gets the workers.
         sockets: Socket options.
         on_http: Takes over a connection that does not speak DS4D, unread; None turns it away.
-
-    Raises:
-        ConfigError: The address can not be used.
     """
 
     def __init__(
         self,
-        address: Address,
+        listener: Listener,
         coordinator: Coordinator,
         sockets: SocketConfig,
         on_http: Callable[[Socket], None] | None,
     ):
-        self._listener = Listener(address, sockets)
+        self._listener = listener
         self._coordinator = coordinator
         self._sockets = sockets
         self._on_http = on_http

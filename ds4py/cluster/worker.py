@@ -87,6 +87,15 @@ def worker_introduction(runner: SliceRunner, listen_port: int) -> PeerHello:
     )
 
 
+def data_listener(config: WorkerConfig, sockets: SocketConfig) -> Listener:
+    """Open a worker's data port.
+
+    Raises:
+        ConfigError: It can not be used.
+    """
+    return Listener(config.listen or Address("", 0), sockets)
+
+
 class Worker:
     """Serves one slice until it is closed.
 
@@ -94,16 +103,23 @@ class Worker:
         runner: The slice; owned and closed by the worker.
         config: Addresses and queues.
         sockets: Socket options.
+        listener: The data port, if it is open already; owned from now on.
 
     Raises:
         ConfigError: The data port can not be used.
     """
 
-    def __init__(self, runner: SliceRunner, config: WorkerConfig, sockets: SocketConfig):
+    def __init__(
+        self,
+        runner: SliceRunner,
+        config: WorkerConfig,
+        sockets: SocketConfig,
+        listener: Listener | None = None,
+    ):
         self._config = config
         self._sockets = sockets
         self._runner = runner
-        self._listener = Listener(config.listen or Address("", 0), sockets)
+        self._listener = listener or data_listener(config, sockets)
         self._stage = Stage(
             facts=worker_facts(runner),
             device=DeviceThread(runner),

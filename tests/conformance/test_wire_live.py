@@ -16,7 +16,7 @@ from ds4py.cluster.port import CoordinatorPort
 from ds4py.config import Address, CoordinatorConfig
 from ds4py.contracts import ModelCard
 from ds4py.spans import LayerSpan
-from ds4py.transport.sockets import connect
+from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import (
     FrameReader,
     FrameType,
@@ -74,7 +74,7 @@ def live_worker(case, monkeypatch) -> Iterator[Address]:
 def live_coordinator() -> Iterator[tuple[Coordinator, Address]]:
     local = FakeRunner(LayerSpan(0, 1), n_ctx=N_CTX, identity=MODEL)
     coordinator = Coordinator(MODEL, N_CTX, CoordinatorConfig(), SOCKETS, local=local)
-    port = CoordinatorPort(Address("127.0.0.1", 0), coordinator, SOCKETS, None)
+    port = CoordinatorPort(Listener(Address("127.0.0.1", 0), SOCKETS), coordinator, SOCKETS, None)
     port.start()
     try:
         yield coordinator, port.address

@@ -28,7 +28,7 @@ from ds4py.config import (
 from ds4py.generation.loop import Token, generate
 from ds4py.generation.sampling import Sampler
 from ds4py.gguf.file import GgufFile
-from ds4py.runtime import Node, open_node, open_worker, serve_http
+from ds4py.runtime import Node, open_doors, open_node, open_worker, serve_http
 from ds4py.spans import LayerSpec
 from tests.processes import Server, WorkerProgram, read_health, running, stage_sums, wait_for
 from tests.toys import toy_llama
@@ -157,11 +157,13 @@ def coordinator(
         config: Fields of `CoordinatorConfig`.
     """
     config = {"listen": ANY_PORT, "prefill": PrefillTuning(chunk=chunk), **config}
+    built, front = CoordinatorConfig(**config), ServerConfig(address=http)
     with (
-        open_node(engine(model), CoordinatorConfig(**config), sockets) as node,
-        serve_http(node, ServerConfig(address=http), sockets) as addresses,
+        open_doors(built, front, sockets) as doors,
+        open_node(engine(model), built, sockets) as node,
+        serve_http(node, doors, front, sockets),
     ):
-        yield LocalServer(node, addresses[0])
+        yield LocalServer(node, doors.http_addresses[0])
 
 
 def client(server: Server | LocalServer) -> openai.OpenAI:

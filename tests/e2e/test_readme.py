@@ -44,7 +44,6 @@ def test_the_three_machines_of_the_readme_answer(tmp_path: Path) -> None:
     (ask,) = [line for line in lines if line[0] == "ds4py-cli"]
     assert len(servers) == 3
     with Launcher(tmp_path / "run") as launch:
-        (tmp_path / "run").mkdir()
         programs = [launch.start(*line, "-t", 1) for line in servers]
         programs[-1].wait_log("ready: the whole model is reachable")
         answer = run(*ask, "--temp", 0)

@@ -18,6 +18,7 @@ from ds4py.errors import (
     RemoteWorkError,
 )
 from ds4py.hidden import HiddenBatch
+from ds4py.transport.sockets import Listener
 from ds4py.wire.messages import (
     Result,
     ResultKind,
@@ -191,7 +192,7 @@ def test_a_peer_that_takes_nothing_loses_its_link() -> None:
     sockets = replace(SOCKETS, send_timeout=0.2)
     coordinator = Coordinator(card(), 4096, config, sockets)
     backend = ClusterBackend(coordinator, 1)
-    port = CoordinatorPort(Address("127.0.0.1", 0), coordinator, sockets, None)
+    port = CoordinatorPort(Listener(Address("127.0.0.1", 0), sockets), coordinator, sockets, None)
     port.start()
     with dial_in(port.address, hello(WHOLE, ctx_size=4096)) as deaf:
         c = Cluster(coordinator, backend, port)
