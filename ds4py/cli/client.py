@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
@@ -33,8 +33,11 @@ from ds4py.cli.options import (
 )
 from ds4py.cli.signals import stop_signal
 from ds4py.cli.terminal import progress_bar, spinner, start_logging
-from ds4py.config import Address, SamplingParams, read_environment
+from ds4py.config import Address, Environment, SamplingParams, read_environment
 from ds4py.errors import CancelledError, ConfigError
+
+if TYPE_CHECKING:
+    from ds4py.runtime import Node
 
 PROGRAM: Final = "ds4py-cli"
 _MAX_PROMPT_BYTES: Final = 64 << 20
@@ -66,7 +69,10 @@ def client(**flags: Any) -> int:
     From workers that this process coordinates:
       ds4py-cli -m M.gguf --dist-route worker1:8001,worker2:8002 -p "Explain the architecture"
     """  # noqa: D301 - click wants the backspace character itself
-    start_logging(PROGRAM, level=logging.DEBUG if flags.pop("debug") else logging.WARNING)
+    environment = read_environment()
+    traced = environment.decode_profile or environment.socket.connect_trace
+    quiet = logging.INFO if traced else logging.WARNING
+    start_logging(PROGRAM, level=logging.DEBUG if flags.pop("debug") else quiet)
     model = ModelFlags(**take(flags, ModelFlags))
     distributed = DistributedFlags(**take(flags, DistributedFlags))
     host, print_ids = flags.pop("host"), flags.pop("print_ids")
@@ -86,7 +92,8 @@ def client(**flags: Any) -> int:
             show(events, ids_only=print_ids)
         return exits.OK
     with stop_signal() as stopping, ExitStack() as stack:
-        events = _local(stack, model, distributed, question, params, stopping.is_set)
+        node = _open(stack, model, distributed, environment, stopping.is_set)
+        events = _local(stack, node, question, params, stopping.is_set)
         show(events, ids_only=print_ids)
         return exits.INTERRUPTED if stopping.is_set() else exits.OK
 
@@ -150,21 +157,20 @@ def _parse_ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _local(
+def _open(
     stack: ExitStack,
     model: ModelFlags,
     distributed: DistributedFlags,
-    question: Question,
-    params: SamplingParams,
+    environment: Environment,
     cancelled: Callable[[], bool],
-) -> Iterator[Event]:
-    environment, role, engine = read_environment(), distributed.role, model.engine()
+) -> Node:
+    """Load what this process owns and wait for the workers of the rest."""
+    role, engine = distributed.role, model.engine()
     if role == "worker":
         raise ConfigError("ds4py-cli asks questions; start workers with ds4py-server")
     config = local_config(environment, 1)
     if role == "coordinator":
         config = distributed.coordinator_config(environment, 1)
-    from ds4py.cli.local import ask
     from ds4py.runtime import join_cluster, open_doors, open_node
 
     stack.enter_context(exclusive(environment.lock_file))
@@ -176,6 +182,18 @@ def _local(
     stack.enter_context(join_cluster(node, doors, environment.socket))
     if not node.coordinator.wait_ready(cancelled, _say_missing):
         raise CancelledError("interrupted while waiting for workers")
+    return node
+
+
+def _local(
+    stack: ExitStack,
+    node: Node,
+    question: Question,
+    params: SamplingParams,
+    cancelled: Callable[[], bool],
+) -> Iterator[Event]:
+    from ds4py.cli.local import ask
+
     prefilled = stack.enter_context(progress_bar("prompt", unit="tokens"))
     return ask(node, question, params, cancelled=cancelled, progress=prefilled)
 

@@ -160,6 +160,8 @@ class SpanRun:
             work, timeout=self._drive.result_timeout, prepare=lambda r: _align(r, work)
         )
         route.telemetry.record_local(route.local.runner.span, len(span.tokens), output.eval_usec)
+        if self._drive.decode_profile and len(span.tokens) == 1:
+            log.info("decode at %d: own layers %d us", span.pos0, output.eval_usec)
         if output.logits is not None:
             self._logits = output.logits
         return output.hidden
