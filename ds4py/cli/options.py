@@ -265,7 +265,11 @@ def take(flags: dict[str, Any], kind: type[DataclassInstance]) -> dict[str, Any]
 
 def local_config(environment: Environment, n_sessions: int) -> CoordinatorConfig:
     """Return the config of a process that owns every layer."""
-    return CoordinatorConfig(prefill=environment.prefill, n_sessions=n_sessions)
+    return CoordinatorConfig(
+        prefill=environment.prefill,
+        n_sessions=n_sessions,
+        decode_profile=environment.decode_profile,
+    )
 
 
 def sampling(defaults: SamplingParams, **flags: float | None) -> SamplingParams:

@@ -15,6 +15,7 @@ from ds4py.cli.options import (
     DistributedFlags,
     ModelFlags,
     distributed_options,
+    local_config,
     model_options,
     sampling,
     take,
@@ -319,3 +320,9 @@ def test_help_imports_nothing_heavy(program: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_process_with_all_layers_heeds_the_environment_too() -> None:
+    environment = read_environment({"DS4_DIST_DECODE_PROFILE": "", "DS4_DIST_PREFILL_CHUNK": "7"})
+    config = local_config(environment, 3)
+    assert (config.decode_profile, config.prefill.chunk, config.n_sessions) == (True, 7, 3)
