@@ -74,9 +74,10 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
         ids_only: Print token ids, separated by commas, instead of text.
     """
     figures: Figures | None = None
-    n_ids = 0
+    n_ids, began = 0, False
     try:
         for event in events:
+            began = True
             if isinstance(event, Figures):
                 figures = event
             elif ids_only:
@@ -87,7 +88,8 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
                 click.echo(event.text, nl=False)
             sys.stdout.flush()
     finally:
-        click.echo()
+        if began:  # an answer that never came leaves stdout empty
+            click.echo()
     if figures is not None:
         click.echo(_line(figures), err=True)
     return figures

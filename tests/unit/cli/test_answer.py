@@ -46,3 +46,13 @@ def test_nothing_cached_is_not_mentioned(capsys) -> None:
 
     show(iter([replace(FIGURES, n_cached=0)]), ids_only=False)
     assert "cached" not in capsys.readouterr().err
+
+
+def test_an_answer_that_never_came_leaves_stdout_empty(capsys) -> None:
+    def events():
+        raise RuntimeError("refused")
+        yield
+
+    with pytest.raises(RuntimeError):
+        show(events(), ids_only=False)
+    assert capsys.readouterr() == ("", "")
