@@ -63,6 +63,14 @@ class Figures:
     finish: str
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """How far the prompt of a remote answer is, in tokens."""
+
+    n_done: int
+    n_prompt: int
+
+
 Event = Piece | Figures
 
 
@@ -95,11 +103,18 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
     return figures
 
 
-def heralded(events: Iterator[Event], arrived: Callable[[], None]) -> Iterator[Event]:
-    """Yield the events, calling `arrived` before the first one."""
-    for number, event in enumerate(events):
-        if number == 0:
-            arrived()
+def awaited(
+    events: Iterator[Event | Prefill], progress: Callable[[int, int], None]
+) -> Iterator[Event]:
+    """Yield an answer, telling how far its prompt is and, before it begins, that it is done."""
+    waiting = True
+    for event in events:
+        if isinstance(event, Prefill):
+            progress(event.n_done, event.n_prompt)
+            continue
+        if waiting:
+            progress(1, 1)
+            waiting = False
         yield event
 
 

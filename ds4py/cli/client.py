@@ -18,7 +18,7 @@ import click
 
 from ds4py import __version__
 from ds4py.cli import exits
-from ds4py.cli.answer import Event, Question, heralded, show
+from ds4py.cli.answer import Event, Question, awaited, show
 from ds4py.cli.lock import exclusive
 from ds4py.cli.options import (
     CONTEXT_SETTINGS,
@@ -32,7 +32,7 @@ from ds4py.cli.options import (
     take,
 )
 from ds4py.cli.signals import stop_signal
-from ds4py.cli.terminal import progress_bar, spinner, start_logging
+from ds4py.cli.terminal import progress_bar, start_logging
 from ds4py.config import Address, Environment, SamplingParams, read_environment
 from ds4py.errors import CancelledError, ConfigError
 
@@ -87,9 +87,9 @@ def client(**flags: Any) -> int:
         from ds4py.cli.remote import ask
 
         # Ctrl+C interrupts the wait for the server; leaving the stream makes it stop
-        with spinner(f"waiting for {remote}") as arrived:
-            events = heralded(ask(remote, question, want_ids=print_ids), arrived)
-            show(events, ids_only=print_ids)
+        told = ask(remote, question, want_ids=print_ids, want_progress=sys.stderr.isatty())
+        with progress_bar(f"prompt at {remote}", unit="tokens") as progress:
+            show(awaited(told, progress), ids_only=print_ids)
         return exits.OK
     with stop_signal() as stopping, ExitStack() as stack:
         node = _open(stack, model, distributed, environment, stopping.is_set)

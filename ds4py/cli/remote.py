@@ -8,30 +8,36 @@ connection, so that the server stops.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
 import httpx
 import msgspec
 
-from ds4py.cli.answer import Event, Figures, Piece, Question
+from ds4py.cli.answer import Event, Figures, Piece, Prefill, Question
 from ds4py.config import Address
 from ds4py.errors import ConnectError, PeerClosedError, RequestError, TransportTimeoutError
 
 _CONNECT_SECONDS: Final = 10.0
 _SILENCE_SECONDS: Final = 120.0  # a server says something every few seconds, were it only a comment
+_PROGRESS: Final = re.compile(rb": prefill (\d{1,12})/(\d{1,12})")
 _MAX_LINE: Final = 1 << 20
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeError, LookupError, AttributeError, TypeError)
 
 
-def ask(server: Address, question: Question, *, want_ids: bool) -> Iterator[Event]:
-    """Yield the answer of a server.
+def ask(
+    server: Address, question: Question, *, want_ids: bool, want_progress: bool = False
+) -> Iterator[Event | Prefill]:
+    """Yield the answer of a server, and before it how far the prompt is, if that is wanted.
 
     Raises:
         TransportError: The server can not be reached or breaks off.
         RequestError: It refuses or fails; its own words.
     """
     path, body = _request(question, want_ids=want_ids)
+    if want_progress:
+        body["return_progress"] = True
     timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
     url = f"http://{server}{path}"
     try:
@@ -70,12 +76,14 @@ def _request(question: Question, *, want_ids: bool) -> tuple[str, dict[str, Any]
     return "/v1/chat/completions", body | {"messages": [*system, user]}
 
 
-def _events(response: httpx.Response) -> Iterator[Event]:
+def _events(response: httpx.Response) -> Iterator[Event | Prefill]:
     """Read the stream; see docs/spec/server-and-cli.md 1.11 and 1.12."""
     finish, failed = "", False
     for line in _lines(response):
         if line == b"event: error":
             failed = True
+        if told := _PROGRESS.fullmatch(line):
+            yield Prefill(int(told[1]), int(told[2]))
         if not line.startswith(b"data: "):
             continue
         if line == b"data: [DONE]":

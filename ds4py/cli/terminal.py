@@ -53,15 +53,3 @@ def progress_bar(what: str, *, unit: str) -> Iterator[Progress]:
                 bar.stop()  # what follows, such as the answer, has the terminal to itself
 
         yield show
-
-
-@contextmanager
-def spinner(what: str) -> Iterator[Callable[[], None]]:
-    """Show that something is awaited, if stderr is a terminal; yields what ends it."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(what) as status:
-        yield status.stop

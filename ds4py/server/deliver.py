@@ -18,7 +18,7 @@ from starlette.types import Receive, Send
 from ds4py.server.errors import describe, json_response
 from ds4py.server.jobs import Job
 from ds4py.server.openai import Reply
-from ds4py.server.work import Done, Event, Piece
+from ds4py.server.work import Done, Event, Piece, Prefilling
 
 _PREFILLING: Final = b": prefill\n\n"
 _DECODING: Final = b": decode\n\n"
@@ -56,7 +56,7 @@ async def send_whole(job: Job, reply: Reply, send: Send) -> Done:
     pieces: list[Piece] = []
     started = False
     while not isinstance(event := await job.next(), Done):
-        started = True
+        started = started or not isinstance(event, Prefilling)
         if isinstance(event, Piece):
             pieces.append(event)
     if event.error is not None and not started:
@@ -79,7 +79,8 @@ async def send_stream(
         Exception: The job failed before the headers were sent.
     """
     stream = _EventStream(job, send, keepalive)
-    event = await stream.next_event(_PREFILLING)
+    while isinstance(event := await stream.next_event(_PREFILLING), Prefilling):
+        await stream.write(b": prefill %d/%d\n\n" % (event.n_done, event.n_prompt))
     if isinstance(event, Done):
         await stream.fail(event)
         return event

@@ -138,6 +138,7 @@ def _order(service: Service, plan: Plan) -> Order:
         stop=plan.options.stop,
         max_tokens=min(budget, service.backend.n_ctx - len(plan.prompt)),
         token_ids=plan.options.token_ids,
+        progress=plan.options.progress,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Final
 from ds4py.contracts import Cancelled
 from ds4py.errors import CancelledError, Ds4Error, RequestError
 from ds4py.server.errors import shutting_down
-from ds4py.server.work import Done, Emit, Event, Order, Piece, Started
+from ds4py.server.work import Done, Early, Emit, Event, Order
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Job:
         """Tell whether `cancel` was called."""
         return self._cancelled.is_set()
 
-    def emit(self, event: Started | Piece) -> None:
+    def emit(self, event: Early) -> None:
         """Hand one event to the loop (generation thread only).
 
         Raises:

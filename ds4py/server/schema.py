@@ -52,6 +52,7 @@ class _Common(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None
 
 
 class _ChatMessage(msgspec.Struct):
@@ -80,6 +81,7 @@ class Options:
         stream: Answer by server-sent events.
         include_usage: Send the usage chunk of a stream.
         token_ids: Send the sampled token ids beside the text, an addition of ds4py.
+        progress: Tell in comments of the stream how much of the prompt is evaluated, another one.
     """
 
     model: str | None
@@ -89,6 +91,7 @@ class Options:
     stream: bool
     include_usage: bool
     token_ids: bool = False
+    progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,7 @@ def _options(parsed: _Common, max_tokens: int | None, defaults: SamplingParams) 
         stream=bool(parsed.stream),
         include_usage=bool(options and options.include_usage),
         token_ids=bool(parsed.return_token_ids),
+        progress=bool(parsed.return_progress and parsed.stream),
     )
 
 

@@ -37,6 +37,7 @@ class Order:
         stop: Texts that end the answer.
         max_tokens: Most tokens to generate; 0 only evaluates the prompt.
         token_ids: Report every sampled token id, also of tokens that show no text yet.
+        progress: Report how much of the prompt is evaluated.
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +45,7 @@ class Order:
     stop: tuple[str, ...]
     max_tokens: int
     token_ids: bool = False
+    progress: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,19 @@ class Tally:
     n_completion: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """Some of the prompt is evaluated; only if the order asks for it.
+
+    Args:
+        n_done: Tokens that are cached now.
+        n_prompt: Tokens of the prompt.
+    """
+
+    n_done: int
+    n_prompt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +113,9 @@ class Done:
     tally: Tally = Tally()
 
 
-Event = Started | Piece | Done
-Emit = Callable[[Started | Piece], None]
+Early = Prefilling | Started | Piece
+Event = Early | Done
+Emit = Callable[[Early], None]
 
 
 class Performer:
@@ -154,6 +170,7 @@ class _Run:
             eos_ids=self._tokenizer.eos_ids,
             max_tokens=self._order.max_tokens,
             cancelled=cancelled,
+            progress=self._report if self._order.progress else None,
         )
         try:
             finish = self._consume(events)
@@ -185,6 +202,9 @@ class _Run:
                     by_text = self._text.stopped or reason is FinishReason.STOP
                     return "stop" if by_text else "length"
         raise LocalProtocolError("a generation ended without saying why")
+
+    def _report(self, n_done: int, n_prompt: int) -> None:
+        self._emit(Prefilling(n_done, n_prompt))
 
     def _show(self, text: str, tokens: tuple[int, ...] = ()) -> None:
         if text or tokens:

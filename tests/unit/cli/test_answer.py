@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds4py.cli.answer import Figures, Piece, show
+from ds4py.cli.answer import Figures, Piece, Prefill, awaited, show
 
 FIGURES = Figures(
     n_prompt=9,
@@ -56,3 +56,15 @@ def test_an_answer_that_never_came_leaves_stdout_empty(capsys) -> None:
     with pytest.raises(RuntimeError):
         show(events(), ids_only=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_wait_for_an_answer_is_told_and_ends_before_its_first_piece() -> None:
+    told: list[tuple[int, int]] = []
+    events = awaited(
+        iter([Prefill(8, 20), Prefill(16, 20), Piece("a"), Piece("b"), FIGURES]),
+        lambda done, total: told.append((done, total)),
+    )
+    assert next(events) == Piece("a")
+    assert told == [(8, 20), (16, 20), (1, 1)]
+    assert list(events) == [Piece("b"), FIGURES]
+    assert len(told) == 3

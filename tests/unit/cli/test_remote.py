@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from ds4py.cli import remote
-from ds4py.cli.answer import Figures, Piece, Question
+from ds4py.cli.answer import Figures, Piece, Prefill, Question
 from ds4py.cli.remote import ask
 from ds4py.config import Address
 from ds4py.errors import ConnectError, PeerClosedError, RequestError, TransportTimeoutError
@@ -91,6 +91,16 @@ def answer_to(question: Question, answer: bytes, *, want_ids: bool = False):
     with serving(answer) as server:
         events = list(ask(server.address, question, want_ids=want_ids))
         return events, server
+
+
+def test_comments_tell_how_far_the_prompt_is_and_others_are_ignored() -> None:
+    comments = b": prefill\n\n: prefill 8/20\n\n: prefill 20/20\n\n: prefill x/20\n\n"
+    head, body = stream(delta("a"), USAGE).split(b"\r\n\r\n", 1)
+    answer = head + b"\r\n\r\n" + comments + body
+    with serving(answer) as server:
+        events = list(ask(server.address, QUESTION, want_ids=False, want_progress=True))
+    assert events[:3] == [Prefill(8, 20), Prefill(20, 20), Piece("a")]
+    assert server.body["return_progress"] is True
 
 
 def test_an_answer_streams_as_pieces_and_figures() -> None:

@@ -302,6 +302,19 @@ def test_token_ids_come_beside_the_text_if_asked_for(say):
     assert "token_ids" not in say(backend("aé")).json()["choices"][0]
 
 
+def test_progress_of_the_prompt_is_told_in_comments_if_asked_for():
+    fields = {"prompt": "a long prompt of many tokens", "max_tokens": 1, "stream": True}
+    told = complete(backend("x"), return_progress=True, **fields).text
+    comments = [line for line in told.splitlines() if line.startswith(":")]
+    done = [int(line.removeprefix(": prefill ").split("/")[0]) for line in comments]
+    (n_prompt,) = {int(line.split("/")[1]) for line in comments}
+    assert len(done) > 2
+    assert done == sorted(done)
+    assert done[-1] == n_prompt
+    assert told.index(comments[-1]) < told.index("data: ")
+    assert ":" not in {line[:1] for line in complete(backend("x"), **fields).text.splitlines()}
+
+
 @pytest.mark.parametrize("options", [{}, {"stream_options": {}}, {"stream_options": None}])
 def test_usage_is_streamed_only_on_request(options):
     chunks = sse(chat(backend("Hey"), stream=True, **options).text)[:-1]
