@@ -38,6 +38,7 @@ from ds4py.wire.messages import (
     ErrorText,
     Result,
     ResultKind,
+    SaveRequest,
     SnapshotBegin,
     SnapshotDone,
     SnapshotRecord,
@@ -187,11 +188,17 @@ class Upstream:
         self._outbox.put(encode_peer_hello(self._stage.introduce()))
 
     def _refuse_save(self, frame: Frame) -> None:
+        """Refuse in the form of spec 2.5: the ids are echoed if they could be read."""
         facts = self._stage.facts
+        try:
+            asked = SaveRequest.decode(frame.body)
+            session_id, request_id = asked.session_id, asked.request_id
+        except RemoteProtocolError:
+            session_id = request_id = 0
         refusal = SnapshotBegin(
             model_id=facts.model_id,
-            session_id=0,
-            request_id=0,
+            session_id=session_id,
+            request_id=request_id,
             token_hash=0,
             layer_start=facts.span.start,
             layer_end=facts.span.end,

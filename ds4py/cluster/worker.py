@@ -32,6 +32,7 @@ from ds4py.wire.messages import Hello, encode
 log = logging.getLogger(__name__)
 
 RECONNECT_PAUSE: Final = 1.0
+MAX_CONNECTIONS: Final = 256
 _JOIN_SECONDS: Final = 10.0
 _FLEETING_SECONDS: Final = 10.0  # a connection that ends sooner is no news if it ends as before
 
@@ -185,6 +186,10 @@ class Worker:
             except Ds4Error as e:
                 log.debug("accepted connection is gone already: %s", e)
                 sock.close()
+                continue
+            if len(self._served) >= MAX_CONNECTIONS:  # each takes two threads
+                log.debug("%s: turned away, %d others are served", connection.peer, MAX_CONNECTIONS)
+                connection.close()
                 continue
             name = f"data {connection.peer}"
             thread = threading.Thread(

@@ -91,8 +91,6 @@ class PackedLinear:
                 raise ModelError(
                     tensor.name, got=f"shape {tensor.shape}", expected=f"[rows, {width}]"
                 )
-        self.n_out = sum(tensor.shape[0] for tensor in tensors)
-        self.n_in = width
         self.dtype = dtype
         self._bias = None if bias is None else bias.to(dtype)
         self._products = [

@@ -8,7 +8,7 @@ own, so that the file which the bytes came from may be unmapped.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -103,20 +103,6 @@ class QuantTensor:
             `[T, columns]`, equal to `decode(dtype)` with the leading axes merged, at `index`.
         """
         return self._decoded(self.raw.index_select(0, index), dtype).view(-1, self.shape[-1])
-
-    def expert(self, index: int) -> QuantTensor:
-        """Return one entry of the first axis of `(experts, rows, columns)`; shares the memory.
-
-        Raises:
-            ModelError: The tensor has no such expert.
-        """
-        if len(self.shape) != 3 or not 0 <= index < self.shape[0]:
-            raise ModelError(
-                self.name, got=f"expert {index}", expected=f"an expert inside shape {self.shape}"
-            )
-        n_rows = self.shape[1]
-        raw = self.raw[index * n_rows : (index + 1) * n_rows]
-        return replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:], raw=raw)
 
     def _decoded(self, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode packed rows `[R, bytes per row]` to flat `[R * columns]`."""

@@ -11,12 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ds4py.cluster import worker as worker_module
 from ds4py.cluster.worker import Worker
 from ds4py.config import WorkerTuning
 from ds4py.errors import ClusterError
 from ds4py.wire.extensions import REWIND, PeerHello, decode_peer_hello, encode_peer_hello
 from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame
-from ds4py.wire.messages import ErrorText, ResultKind, decode, encode
+from ds4py.wire.messages import ErrorText, ResultKind, SaveRequest, decode, encode
 from tests.clusters import span, start_worker, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
 from tests.peers import N_CTX, Driver, driver, entry, hello
@@ -31,6 +32,17 @@ INTRODUCTION = PeerHello(
     n_layers=6,
     quant_bits=4,
     ctx_size=64,
+)
+
+
+SAVE = SaveRequest(
+    model_id=card().model_id,
+    session_id=7,
+    request_id=1 << 63,
+    token_hash=3,
+    token_count=0,
+    layer_start=0,
+    layer_end=5,
 )
 
 
@@ -118,14 +130,35 @@ def test_a_frame_out_of_turn_is_answered_with_an_error_and_a_close() -> None:
         assert Background(d.connection.receive).result() is None
 
 
+def test_connections_are_bounded_and_one_that_ends_makes_room(monkeypatch) -> None:
+    monkeypatch.setattr(worker_module, "MAX_CONNECTIONS", 2)
+    with worker() as w:
+        at_work = entry(span("0-5"))
+        with driver(w.address, at_work) as first:
+            first.check([], PROMPT)
+            with driver(w.address, at_work) as second:
+                second.check([], PROMPT)
+                with driver(w.address, at_work) as third:
+                    assert Background(third.connection.receive).result() is None
+            wait_until(lambda: len(w._served) == 1, "the second one has ended")
+            with driver(w.address, at_work) as fourth:
+                fourth.check([], PROMPT)
+
+
 def test_saving_and_loading_are_refused_in_the_form_of_the_protocol() -> None:
     with driven() as (_, d):
         for _ in range(2):
-            d.connection.send(encode_frame(FrameType.SNAPSHOT_SAVE_REQ, bytes(40)))
+            d.connection.send(encode(SAVE))
             frame = Background(d.connection.receive).result()
             assert frame is not None
             begin = decode(frame)
             assert (begin.status, begin.payload_bytes) == (1, 0)
+            assert (begin.session_id, begin.request_id) == (SAVE.session_id, SAVE.request_id)
+        d.connection.send(encode_frame(FrameType.SNAPSHOT_SAVE_REQ, bytes(41)))
+        frame = Background(d.connection.receive).result()
+        assert frame is not None
+        begin = decode(frame)
+        assert (begin.status, begin.session_id, begin.request_id) == (1, 0, 0)
         d.check([], PROMPT)
         d.connection.send(encode_frame(FrameType.SNAPSHOT_LOAD_BEGIN, bytes(60)))
         frame = Background(d.connection.receive).result()

@@ -201,8 +201,8 @@ def test_matrices_stand_below_each_other_whatever_their_formats(kinds, dtype):
     weights = [matrix(kind, 64 + 10 * i, 64, seed=i) for i, kind in enumerate(kinds)]
     x = inputs(3, 64).to(dtype)
     together = PackedLinear(weights, dtype=dtype)
-    assert (together.n_in, together.n_out) == (64, 222)
     apart = torch.cat([PackedLinear([w], dtype=dtype)(x) for w in weights], 1)
+    assert apart.shape == (3, 222)
     torch.testing.assert_close(together(x), apart, rtol=1e-6, atol=1e-6)
 
 

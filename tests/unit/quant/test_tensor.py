@@ -70,26 +70,6 @@ def test_a_vector_is_one_row() -> None:
     assert weights.decode().shape == (7,)
 
 
-def test_an_expert_is_a_part_of_the_same_memory() -> None:
-    weights = make(BY_NAME["Q2_K"], (4, 3, 2))
-    part = weights.expert(2)
-    assert part.shape == (3, 512)
-    assert part.raw.is_contiguous()
-    assert part.raw.untyped_storage().data_ptr() == weights.raw.untyped_storage().data_ptr()
-    assert torch.equal(part.decode(), weights.decode()[2])
-
-
-@pytest.mark.parametrize("index", [-1, 4])
-def test_an_expert_that_is_not_there_is_refused(index: int) -> None:
-    with pytest.raises(ModelError, match=rf"w: got expert {index}"):
-        make(BY_NAME["Q2_K"], (4, 3, 2)).expert(index)
-
-
-def test_a_matrix_has_no_experts() -> None:
-    with pytest.raises(ModelError, match="w: got expert 0"):
-        make(BY_NAME["Q2_K"], (4, 3)).expert(0)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [("I32", torch.int32), ("I32", torch.int64), ("I64", torch.int64)]
 )
