@@ -1,12 +1,19 @@
 """Read golden data, and nothing that differs from what the manifest lists.
 
 Owns: `tests/golden/` and its `MANIFEST.json`. Invariant: a file that is missing, unlisted or
-changed fails the test that asks for it; nothing is skipped, and no test writes here.
+changed fails the test that asks for it; nothing is skipped, and no test writes into that folder.
+
+Most recordings lie in `.tar.xz` archives. They are unpacked once into `build/golden`, in a folder
+that carries the archive's hash.
 """
 
 import functools
 import hashlib
 import json
+import os
+import shutil
+import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 ROOT = Path(__file__).parent / "golden"
+UNPACKED = Path(__file__).parents[1] / "build" / "golden"
 
 
 @functools.cache
@@ -32,12 +40,30 @@ def path(name: str) -> Path:
     """
     entry = manifest().get(name)
     assert entry is not None, f"{name} is not listed in tests/golden/MANIFEST.json"
-    file = ROOT / name
+    file = (unpacked(entry["archive"]) if "archive" in entry else ROOT) / name
     assert file.is_file(), f"{file} is missing: restore it from the repository"
     content = file.read_bytes()
     got = (len(content), hashlib.sha256(content).hexdigest())
     assert got == (entry["bytes"], entry["sha256"]), f"{file} differs from the manifest: {got}"
     return file
+
+
+@functools.cache
+def unpacked(archive: str) -> Path:
+    """Return the folder that holds an archive's files; several processes may ask at once."""
+    source = path(archive)
+    target = UNPACKED / manifest()[archive]["sha256"][:16]
+    if target.is_dir():
+        return target
+    UNPACKED.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=UNPACKED))
+    with tarfile.open(source) as files:
+        files.extractall(fresh, filter="data")
+    try:
+        os.rename(fresh, target)
+    except OSError:  # another process was first
+        shutil.rmtree(fresh)
+    return target
 
 
 def load_bytes(name: str) -> bytes:
