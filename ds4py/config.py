@@ -24,6 +24,7 @@ _STRICT_INT = re.compile(r"[ \t\n\v\f\r]*[+-]?[0-9]+", re.ASCII)
 
 DeviceName = str
 Precision = Literal["auto", "f32", "bf16"]
+ActQuant = Literal["auto", "cpu", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,8 @@ class EngineConfig:
         model: GGUF file, or any shard of a split one.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "f32" computes in float32 for exactness; "bf16" is fast; "auto" is "bf16".
+        act_quant: "cpu" rounds activations as ds4's C engine does on the CPU (DeepSeek V4 only);
+            "none" does not; "auto" is "cpu" in float32 on the CPU and "none" otherwise.
         n_ctx: Tokens per session; None takes the smaller of the model's own context and 32768.
         n_slots: Sessions whose caches are held at once.
         threads: CPU threads; None takes what the machine has, at most 12.
@@ -179,6 +182,7 @@ class EngineConfig:
     model: Path
     device: DeviceName = "auto"
     precision: Precision = "auto"
+    act_quant: ActQuant = "auto"
     n_ctx: int | None = None
     n_slots: int = 4
     threads: int | None = None

@@ -57,6 +57,13 @@ model_options = _group(
         help="f32 is exact, bf16 fast [auto: bf16].",
     ),
     click.option(
+        "--act-quant",
+        type=click.Choice(["auto", "cpu", "none"]),
+        default="auto",
+        help="DeepSeek V4: cpu rounds activations to 8 bits where ds4's C engine does on the CPU, "
+        "none does not [auto: cpu with --device cpu --precision f32, else none].",
+    ),
+    click.option(
         "--sessions",
         type=int,
         default=4,
@@ -125,6 +132,7 @@ class ModelFlags:
     threads: int | None
     device: str
     precision: Literal["auto", "f32", "bf16"]
+    act_quant: Literal["auto", "cpu", "none"]
     sessions: int
 
     def engine(self) -> EngineConfig:
@@ -139,6 +147,7 @@ class ModelFlags:
             model=self.model,
             device=self.device,
             precision=self.precision,
+            act_quant=self.act_quant,
             n_ctx=self.ctx,
             n_slots=self.sessions,
             threads=self.threads,

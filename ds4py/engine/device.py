@@ -11,7 +11,7 @@ from typing import Final
 import psutil  # type: ignore[import-untyped]  # the package has no annotations
 import torch
 
-from ds4py.config import Precision
+from ds4py.config import ActQuant, Precision
 from ds4py.errors import ConfigError
 
 MAX_AUTO_THREADS: Final = 12
@@ -39,6 +39,13 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(precision: Precision) -> torch.dtype:
     """Return the type of products and caches."""
     return torch.float32 if precision == "f32" else torch.bfloat16
+
+
+def rounds_activations(choice: ActQuant, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether activations are rounded as the C engine does on the CPU."""
+    if choice == "auto":
+        return device.type == "cpu" and dtype is torch.float32
+    return choice == "cpu"
 
 
 def set_threads(n_threads: int | None) -> int:

@@ -14,8 +14,8 @@ from typing import Final
 
 import torch
 
-from ds4py.config import Precision
-from ds4py.engine.device import choose_dtype
+from ds4py.config import ActQuant, Precision
+from ds4py.engine.device import choose_dtype, rounds_activations
 from ds4py.errors import ModelError
 from ds4py.gguf.file import GgufFile
 from ds4py.models.base import Placement, Shape, Slice, TensorNeed
@@ -57,13 +57,14 @@ def read_shape(file: GgufFile) -> Shape:
     return load_architecture(name).read_shape(file.metadata)
 
 
-def load_slice(
+def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
     file: GgufFile,
     span: LayerSpan,
     device: torch.device,
     precision: Precision,
     *,
     n_ctx: int,
+    act_quant: ActQuant = "auto",
     want_head: bool = False,
     progress: LoadProgress | None = None,
 ) -> LoadedSlice:
@@ -75,6 +76,7 @@ def load_slice(
         device: Where weights live.
         precision: "f32", or "bf16" or "auto" for speed.
         n_ctx: Positions that the slice must be able to compute.
+        act_quant: Rounding of activations, see `EngineConfig`.
         want_head: Load the output head too, if the file has it, without owning it.
         progress: Told after every tensor.
 
@@ -89,7 +91,13 @@ def load_slice(
     check_tensors(file, shape, span, needs)
     dtype = choose_dtype(precision)
     keep = KEEP_BYTES if dtype is torch.float32 and device.type == "cpu" else 0
-    place = Placement(device=device, dtype=dtype, n_ctx=n_ctx, budget=KeepBudget(keep))
+    place = Placement(
+        device=device,
+        dtype=dtype,
+        n_ctx=n_ctx,
+        budget=KeepBudget(keep),
+        act_quant=rounds_activations(act_quant, device, dtype),
+    )
     total = sum(file.tensors[name].n_bytes for name in present)
     reader = _Reader(file, device, total, progress)
     build = load_architecture(shape.architecture).build_slice
@@ -128,10 +136,15 @@ def check_tensors(
     """
     required = [name for name, need in needs.items() if not need.optional]
     found = [name for name in needs if name in file.tensors]
+    _check_last_layer(file, shape, span)
     file.require({*required, *found}, can_decode=FORMATS.__contains__)
     for name in found:
-        if (got := file.tensors[name].shape) != needs[name].shape:
-            raise ModelError(f"tensor {name}", got=f"shape {got}", expected=needs[name].shape)
+        info, need = file.tensors[name], needs[name]
+        if info.shape != need.shape:
+            raise ModelError(f"tensor {name}", got=f"shape {info.shape}", expected=need.shape)
+        if need.types and info.type_name not in need.types:
+            expected = " or ".join(need.types)
+            raise ModelError(f"tensor {name}", got=f"type {info.type_name}", expected=expected)
     for name in file.tensors:
         match = _LAYER.match(name)
         if match and int(match[1]) in span and name not in needs:
@@ -141,6 +154,20 @@ def check_tensors(
                 expected=f"only the tensors of architecture {shape.architecture}; "
                 "the file is of a variant that ds4py does not compute",
             )
+
+
+def _check_last_layer(file: GgufFile, shape: Shape, span: LayerSpan) -> None:
+    """Explain a layer that the metadata counts but nobody stored, as converters leave it behind."""
+    last = shape.n_layers - 1
+    if last not in span or file.missing_shards:
+        return
+    if not any(name.startswith(f"blk.{last}.") for name in file.tensors):
+        raise ModelError(
+            f"metadata key {shape.architecture}.block_count",
+            got=f"{shape.n_layers} layers, but the file has no tensor of layer {last}",
+            expected="the number of stored layers; if the count includes a next-token-prediction "
+            f"layer, the key {shape.architecture}.nextn_predict_layers must say so",
+        )
 
 
 class _Reader:

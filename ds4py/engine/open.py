@@ -6,6 +6,7 @@ same architecture and shape have the same model id, whatever their quantization 
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import Final
 
@@ -17,11 +18,12 @@ from ds4py.engine.loader import LoadProgress, load_slice, read_shape
 from ds4py.engine.runner import LocalRunner
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
-from ds4py.models.base import Shape
+from ds4py.models.base import Identity, Shape
 from ds4py.spans import LayerSpec, whole_model
 
 _MAX_NAME_BYTES: Final = 127
 _TWO_BIT: Final = ("Q2_", "IQ2_", "TQ2_")
+_FIRST_EXPERTS: Final = re.compile(r"blk\.\d{1,9}\.ffn_gate_exps\.weight", re.ASCII).fullmatch
 
 
 def open_runner(
@@ -61,6 +63,7 @@ def open_runner(
             device,
             config.precision,
             n_ctx=n_ctx,
+            act_quant=config.act_quant,
             want_head=want_head,
             progress=progress,
         )
@@ -73,6 +76,7 @@ def open_runner(
         device=device,
         n_ctx=n_ctx,
         weight_bytes=loaded.weight_bytes,
+        saved_layers=shape.saved_layers,
     )
 
 
@@ -92,14 +96,18 @@ def read_model(config: EngineConfig) -> tuple[ModelCard, int]:
 def model_card(file: GgufFile, shape: Shape) -> ModelCard:
     """Return the identity of a file's model.
 
-    The id is `0x80000000 | crc32(text)`, where text is the shape's canonical form: every constant
-    that the computation depends on, so that stages which would compute differently never meet.
+    A model that ds4 knows keeps ds4's id and name. Any other has `0x80000000 | crc32(text)`, where
+    text is the shape's canonical form: every constant that the computation depends on, so that
+    stages which would compute differently never meet.
     """
-    checksum = zlib.crc32(shape.canonical().encode())
-    name = file.metadata.get_str("general.name", "") or shape.architecture
+    known = shape.identity
+    if known is None:
+        checksum = zlib.crc32(shape.canonical().encode())
+        name = file.metadata.get_str("general.name", "") or shape.architecture
+        known = Identity(model_id=0x80000000 | checksum, name=cut_utf8(name, _MAX_NAME_BYTES))
     return ModelCard(
-        model_id=0x80000000 | checksum,
-        name=cut_utf8(name, _MAX_NAME_BYTES),
+        model_id=known.model_id,
+        name=known.name,
         architecture=shape.architecture,
         n_layers=shape.n_layers,
         n_vocab=shape.n_vocab,
@@ -116,7 +124,13 @@ def cut_utf8(text: str, n_bytes: int) -> str:
 
 
 def _quant_bits(file: GgufFile) -> int:
-    """Return 2 if most bytes of weights are of a 2-bit type, else 4."""
+    """Return 2 if most bytes of weights are of a 2-bit type, else 4.
+
+    Of a model with experts, those of the first layer decide, as in ds4.
+    """
+    gate = next((file.tensors[name] for name in file.tensors if _FIRST_EXPERTS(name)), None)
+    if gate is not None:
+        return 2 if gate.type_name.startswith(_TWO_BIT) else 4
     total = sum(info.n_bytes for info in file.tensors.values())
     two_bit = sum(
         info.n_bytes for info in file.tensors.values() if info.type_name.startswith(_TWO_BIT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,14 +19,32 @@ from ds4py.engine.kv_pool import KvPool
 from ds4py.engine.transfer import download, upload
 from ds4py.errors import CapacityError, Ds4Error, ModelError
 from ds4py.hidden import F32, HiddenBatch
-from ds4py.models.base import Slice
+from ds4py.models.base import SavedLayer, Segment, Slice
 from ds4py.spans import LayerSpan
 
 
 @dataclass(slots=True)
 class _Timeline:
+    """A session of this stage.
+
+    Args:
+        slot: Its place in the pool.
+        length: Tokens that the cache holds.
+        floor: Shortest length that it can be cut back to, but for 0.
+    """
+
     slot: int
     length: int = 0
+    floor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A span that passed all checks, and its place in the batch."""
+
+    place: int
+    work: SliceWork
+    timeline: _Timeline
 
 
 class LocalRunner:
@@ -42,9 +60,10 @@ class LocalRunner:
         device: Where all of it lives.
         n_ctx: Tokens that one session can hold.
         weight_bytes: Packed bytes of the slice's tensors.
+        saved_layers: Sizes of every layer's saved cache, None if there is no portable form.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that `open_runner` made
         self,
         model: Slice,
         card: ModelCard,
@@ -54,6 +73,7 @@ class LocalRunner:
         device: torch.device,
         n_ctx: int,
         weight_bytes: int,
+        saved_layers: Sequence[SavedLayer] | None = None,
     ):
         self._model: Slice | None = model
         self._pool: KvPool | None = pool
@@ -63,7 +83,9 @@ class LocalRunner:
         self._n_ctx = n_ctx
         self._n_slots = pool.n_slots
         self._weight_bytes = weight_bytes
+        self.saved_layers = saved_layers
         self._has_head = model.has_head
+        self._can_rewind = model.rewind_floor(n_ctx) == 0
         self._timelines: dict[SessionId, _Timeline] = {}
 
     @property
@@ -93,8 +115,8 @@ class LocalRunner:
 
     @property
     def can_rewind(self) -> bool:
-        """True: rows of plain attention can be forgotten one by one."""
-        return True
+        """Whether a timeline can be cut at any position."""
+        return self._can_rewind
 
     @property
     def weight_bytes(self) -> int:
@@ -107,11 +129,26 @@ class LocalRunner:
         return self._device
 
     def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
-        """Evaluate spans in order; see `contracts.SliceRunner.run`.
+        """Evaluate spans; see `contracts.SliceRunner.run`.
 
-        Spans run one after the other, so a session's answer does not depend on its neighbours.
+        Spans of one token run together, as one batch of the model; longer ones run alone.
         """
-        return [self._answer(work) for work in batch]
+        answers: dict[int, SliceOutput | Ds4Error] = {}
+        single: list[_Job] = []
+        for place, work in enumerate(batch):
+            try:
+                self._check(work)
+                job = _Job(place, work, self._timeline(work))
+            except Ds4Error as error:
+                answers[place] = error
+                continue
+            if len(work.tokens) == 1:
+                single.append(job)
+            else:
+                answers |= self._evaluate([job])
+        if single:
+            answers |= self._evaluate(single)
+        return [answers[place] for place in range(len(batch))]
 
     @torch.inference_mode()
     def apply_head(self, row: HiddenBatch) -> F32:
@@ -139,13 +176,51 @@ class LocalRunner:
         """Keep the first `n_tokens` of a session.
 
         Raises:
-            ModelError: The session is unknown or shorter.
+            ModelError: The session is unknown or shorter, or its cache no longer holds what a
+                timeline of that length needs.
         """
         timeline = self._timelines.get(session)
+        held = "an unknown session" if timeline is None else f"{timeline.length} tokens"
         if timeline is None or not 0 <= n_tokens <= timeline.length:
-            held = "an unknown session" if timeline is None else f"{timeline.length} tokens"
             raise ModelError(f"rewind of session {session}", got=held, expected=f">= {n_tokens}")
+        if n_tokens and n_tokens < timeline.floor:
+            raise ModelError(
+                f"rewind of session {session} with {held}",
+                got=f"a cut at {n_tokens}",
+                expected=f"0, or {timeline.floor} to {timeline.length}: older rows are gone",
+            )
         timeline.length = n_tokens
+
+    @torch.inference_mode()
+    def export_cache(self, session: SessionId) -> tuple[int, list[torch.Tensor]]:
+        """Return a session's length and cache in the portable form of `models.base.Slice`.
+
+        Only for models with `saved_layers`.
+
+        Raises:
+            ModelError: The session is unknown or empty.
+        """
+        timeline = self._timelines.get(session)
+        if timeline is None or not timeline.length:
+            raise ModelError(f"session {session}", got="no tokens", expected="a timeline to save")
+        cache = self._open_pool().cache(timeline.slot)
+        return timeline.length, self._open_model().export_cache(cache, timeline.length)
+
+    @torch.inference_mode()
+    def import_cache(
+        self, session: SessionId, n_tokens: int, saved: Sequence[torch.Tensor]
+    ) -> None:
+        """Replace a session's cache by a saved one, or begin a session with it.
+
+        Only for models with `saved_layers`; the caller has checked the tensors' shapes.
+
+        Raises:
+            CapacityError: The session is new and every slot is taken.
+        """
+        timeline = self._held(session)
+        cache = self._open_pool().cache(timeline.slot)
+        self._open_model().import_cache(cache, n_tokens, saved)
+        timeline.length = timeline.floor = n_tokens
 
     def drop(self, session: SessionId) -> None:
         """Free a session's slot; an unknown session is no error."""
@@ -157,17 +232,6 @@ class LocalRunner:
         """Free weights and caches; idempotent."""
         self._timelines.clear()
         self._model = self._pool = None
-
-    def _answer(self, work: SliceWork) -> SliceOutput | Ds4Error:
-        started = time.perf_counter_ns()
-        try:
-            self._check(work)
-            timeline = self._timeline(work)
-        except Ds4Error as error:
-            return error
-        output = self._evaluate(work, timeline)
-        eval_usec = (time.perf_counter_ns() - started) // 1000
-        return SliceOutput(hidden=output.hidden, logits=output.logits, eval_usec=eval_usec)
 
     def _check(self, work: SliceWork) -> None:
         """Refuse a span that can not be evaluated; changes nothing."""
@@ -200,7 +264,7 @@ class LocalRunner:
                     got=f"{work.hidden.rows} rows",
                     expected=f"{len(work.tokens)}, one for each token",
                 )
-        elif not (min(work.tokens) >= 0 and max(work.tokens) < self._card.n_vocab):
+        if not (min(work.tokens) >= 0 and max(work.tokens) < self._card.n_vocab):
             bad = next(token for token in work.tokens if not 0 <= token < self._card.n_vocab)
             raise ModelError("token id", got=bad, expected=f"0 to {self._card.n_vocab - 1}")
 
@@ -214,31 +278,61 @@ class LocalRunner:
 
     def _timeline(self, work: SliceWork) -> _Timeline:
         """Return the session's timeline, emptied if asked for; a new session takes a slot."""
-        timeline = self._timelines.get(work.session)
-        if timeline is None:
-            timeline = self._timelines[work.session] = _Timeline(self._open_pool().acquire())
+        timeline = self._held(work.session)
         if work.reset:
             timeline.length = 0
+        if not timeline.length:
+            timeline.floor = 0
+        return timeline
+
+    def _held(self, session: SessionId) -> _Timeline:
+        timeline = self._timelines.get(session)
+        if timeline is None:
+            timeline = self._timelines[session] = _Timeline(self._open_pool().acquire())
         return timeline
 
     @torch.inference_mode()
-    def _evaluate(self, work: SliceWork, timeline: _Timeline) -> SliceOutput:
-        model = self._open_model()
-        if work.hidden is None:
-            hidden = model.embed(torch.tensor(work.tokens, device=self._device))
+    def _evaluate(self, jobs: Sequence[_Job]) -> dict[int, SliceOutput]:
+        """Run one batch through the model; every answer carries the time of the whole batch."""
+        started = time.perf_counter_ns()
+        hidden = self._forward(jobs)
+        outputs = {}
+        row = 0
+        for job in jobs:
+            job.timeline.length = job.work.pos0 + len(job.work.tokens)
+            floor = self._open_model().rewind_floor(job.timeline.length)
+            job.timeline.floor = max(job.timeline.floor, floor)
+            rows = hidden[row : row + len(job.work.tokens)]
+            outputs[job.place] = self._output(job.work, rows)
+            row += len(job.work.tokens)
+        if self._device.type == "cuda":  # or the time would be that of the launches
+            torch.cuda.synchronize(self._device)
+        eval_usec = (time.perf_counter_ns() - started) // 1000
+        return {place: replace(output, eval_usec=eval_usec) for place, output in outputs.items()}
+
+    def _forward(self, jobs: Sequence[_Job]) -> torch.Tensor:
+        model, pool = self._open_model(), self._open_pool()
+        ids = [token for job in jobs for token in job.work.tokens]
+        tokens = torch.tensor(ids, device=self._device)
+        inputs = [job.work.hidden for job in jobs]
+        if inputs[0] is None:
+            hidden = model.embed(tokens)
         else:
-            hidden = upload(work.hidden, self._device)
-        cache = self._open_pool().cache(timeline.slot)
-        hidden = model.forward(hidden, cache, work.pos0)
-        timeline.length = work.pos0 + len(work.tokens)
+            parts = [upload(part, self._device) for part in inputs if part is not None]
+            hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+        segments = [
+            Segment(pool.cache(job.timeline.slot), job.work.pos0, len(job.work.tokens))
+            for job in jobs
+        ]
+        return model.forward(hidden, tokens, segments)
+
+    def _output(self, work: SliceWork, hidden: torch.Tensor) -> SliceOutput:
         match work.want:
             case Want.HIDDEN:
                 return SliceOutput(hidden=download(hidden, work.reply_bits))
             case Want.LOGITS:
                 return SliceOutput(logits=self._host_logits(hidden[-1:]))
             case Want.NOTHING:
-                if self._device.type == "cuda":  # or the time would be that of the launches
-                    torch.cuda.synchronize(self._device)
                 return SliceOutput()
 
     def _host_logits(self, hidden: torch.Tensor) -> F32:

@@ -27,10 +27,12 @@ class TensorNeed:
     Args:
         shape: Expected shape, row-major.
         optional: Whether the slice works without it.
+        types: Names of the tensor types that fit; empty accepts every type that can be decoded.
     """
 
     shape: tuple[int, ...]
     optional: bool = False
+    types: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,51 @@ Cache = Sequence[torch.Tensor]
 """One session's cache, as described by `Slice.cache_layout`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one session inside a batch.
+
+    Args:
+        cache: The session's cache: rows before `pos0` are read, rows from `pos0` written.
+        pos0: Position of the first token.
+        n_tokens: Tokens, at least 1.
+    """
+
+    cache: Cache
+    pos0: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """How ds4 itself calls a model on the wire.
+
+    Args:
+        model_id: 32-bit id.
+        name: Display name.
+    """
+
+    model_id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLayer:
+    """Sizes of one layer's saved cache (docs/spec/deepseek4-model.md 9).
+
+    Args:
+        ratio: Tokens per compressed row; 0 for a layer without.
+        width: Values of a cached row.
+        index_width: Values of an index row; 0 for a layer without.
+        window: Raw rows that are kept.
+    """
+
+    ratio: int
+    width: int
+    index_width: int
+    window: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where and how a slice computes.
@@ -62,12 +109,15 @@ class Placement:
         dtype: float32 for exactness, bfloat16 for speed; hidden states are float32 in both.
         n_ctx: Tokens that one session can hold.
         budget: Memory that decoded weights may take.
+        act_quant: Whether activations are rounded as the C engine does on the CPU; only
+            architectures that ds4 computes know it.
     """
 
     device: torch.device
     dtype: torch.dtype
     n_ctx: int
     budget: KeepBudget
+    act_quant: bool = False
 
 
 class Shape(Protocol):
@@ -92,6 +142,14 @@ class Shape(Protocol):
     @property
     def n_ctx_train(self) -> int:
         """Context length that the model was trained for, in tokens."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """What ds4 calls this model, or None if ds4 does not know it."""
+
+    @property
+    def saved_layers(self) -> Sequence[SavedLayer] | None:
+        """Sizes of every layer's saved cache, or None if there is no portable form."""
 
     def canonical(self) -> str:
         """Return the text whose checksum identifies models that compute alike."""
@@ -122,17 +180,34 @@ class Slice(Protocol):
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return hidden states float32 `[T, W]` of token ids int64 `[T]` (first slice only)."""
 
-    def forward(self, hidden: torch.Tensor, cache: Cache, pos0: int) -> torch.Tensor:
-        """Run the layers over `T` consecutive tokens and write their cache rows.
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, segments: Sequence[Segment]
+    ) -> torch.Tensor:
+        """Run the layers over the tokens of some sessions and write their cache rows.
 
         Args:
-            hidden: float32 `[T, W]` on the slice's device; overwritten.
-            cache: The session's cache; rows before `pos0` are read, rows from `pos0` written.
-            pos0: Position of the first token.
+            hidden: float32 `[T, W]` on the slice's device, the segments' rows one below the
+                other; overwritten.
+            tokens: The tokens' ids, int64 `[T]` on the slice's device.
+            segments: One or more, of different sessions; their lengths add up to `T`.
 
         Returns:
             Hidden states float32 `[T, W]`.
         """
+
+    def rewind_floor(self, length: int) -> int:
+        """Return the shortest timeline to which one of `length` tokens can be cut back."""
+
+    def export_cache(self, cache: Cache, length: int) -> list[torch.Tensor]:
+        """Return a session's cache in the portable form (only with `Shape.saved_layers`).
+
+        Returns:
+            float32 tensors on the CPU, per layer in the order of docs/spec/deepseek4-model.md 9.1
+            item 5, rows oldest first, slots of the compressors' state that mean nothing cleared.
+        """
+
+    def import_cache(self, cache: Cache, length: int, saved: Sequence[torch.Tensor]) -> None:
+        """Fill a session's cache from what `export_cache` returned, on any device."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, V]` for hidden states float32 `[T, W]` (only with the head)."""

@@ -18,7 +18,17 @@ from torch.nn.functional import silu
 
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
-from ds4py.models.base import Cache, CacheTensor, Placement, Take, TensorNeed, positive
+from ds4py.models.base import (
+    Cache,
+    CacheTensor,
+    Identity,
+    Placement,
+    SavedLayer,
+    Segment,
+    Take,
+    TensorNeed,
+    positive,
+)
 from ds4py.models.ops.attention import attend_many, attend_one
 from ds4py.models.ops.head import OutputHead
 from ds4py.models.ops.norm import RmsNorm
@@ -94,6 +104,16 @@ class Shape:
     def hidden_width(self) -> int:
         """Values per token between layers."""
         return self.n_embd
+
+    @property
+    def identity(self) -> Identity | None:
+        """None: ds4 computes no llama."""
+        return None
+
+    @property
+    def saved_layers(self) -> Sequence[SavedLayer] | None:
+        """None: there is no portable form of this cache yet."""
+        return None
 
     def canonical(self) -> str:
         """Return every field as `name=value`, in the order of the class, separated by spaces."""
@@ -313,12 +333,36 @@ class Slice:
         assert self._embedding is not None, "only the first slice embeds"
         return self._embedding.rows(tokens, torch.float32)
 
-    def forward(self, hidden: torch.Tensor, cache: Cache, pos0: int) -> torch.Tensor:
-        """Run the layers over float32 `[T, W]`; overwrites and returns it."""
-        rotation = self._rope.at(pos0, hidden.shape[0])
-        for layer, kv in zip(self._layers, cache, strict=True):
-            layer(hidden, kv, self._rope, rotation, pos0)
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,  # noqa: ARG002 - only the embedding depends on them
+        segments: Sequence[Segment],
+    ) -> torch.Tensor:
+        """Run the layers over float32 `[T, W]`; overwrites and returns it.
+
+        Segments run one after the other, so that a session's answer does not depend on others.
+        """
+        start = 0
+        for segment in segments:
+            rows = hidden[start : start + segment.n_tokens]
+            rotation = self._rope.at(segment.pos0, segment.n_tokens)
+            for layer, kv in zip(self._layers, segment.cache, strict=True):
+                layer(rows, kv, self._rope, rotation, segment.pos0)
+            start += segment.n_tokens
         return hidden
+
+    def rewind_floor(self, length: int) -> int:  # noqa: ARG002 - rows can be forgotten one by one
+        """Return 0: a timeline can be cut anywhere."""
+        return 0
+
+    def export_cache(self, cache: Cache, length: int) -> list[torch.Tensor]:
+        """Raise: see `Shape.saved_layers`."""
+        raise NotImplementedError("llama has no portable cache")
+
+    def import_cache(self, cache: Cache, length: int, saved: Sequence[torch.Tensor]) -> None:
+        """Raise: see `Shape.saved_layers`."""
+        raise NotImplementedError("llama has no portable cache")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, V]` for float32 `[T, W]`."""

@@ -12,7 +12,7 @@ from typing import Final
 from ds4py.errors import ModelError
 from ds4py.models.base import Architecture
 
-_MODULES: Final = {"llama": "ds4py.models.llama"}
+_MODULES: Final = {"deepseek4": "ds4py.models.deepseek4", "llama": "ds4py.models.llama"}
 
 KNOWN: Final = tuple(_MODULES)
 """Names of the architectures that can be computed."""

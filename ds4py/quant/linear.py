@@ -160,7 +160,7 @@ class DecodedWeights:
             return self._kept[start]
         # kept or not, the pieces are the same: a product's rounding may depend on its size
         rows = min(self._step, self._tensor.shape[0] - start)
-        piece = _rows(self._tensor, start, rows).decode(self._dtype)
+        piece = self._tensor.part(start, rows).decode(self._dtype)
         if self._kept is not None:
             self._kept[start] = piece
         return piece
@@ -182,8 +182,3 @@ def _stacked(tensors: Sequence[QuantTensor]) -> QuantTensor:
     raw = torch.cat([tensor.raw for tensor in tensors])
     name = " + ".join(tensor.name for tensor in tensors)
     return QuantTensor(name, tensors[0].format, (raw.shape[0], tensors[0].shape[1]), raw)
-
-
-def _rows(tensor: QuantTensor, start: int, count: int) -> QuantTensor:
-    shape = (count, tensor.shape[1])
-    return QuantTensor(tensor.name, tensor.format, shape, tensor.raw[start : start + count])

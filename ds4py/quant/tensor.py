@@ -87,6 +87,15 @@ class QuantTensor:
         """Where the packed weights live."""
         return self.raw.device
 
+    def part(self, start: int, count: int) -> QuantTensor:
+        """Return some rows of a matrix; shares the bytes."""
+        raw = self.raw[start : start + count]
+        return QuantTensor(self.name, self.format, (count, self.shape[-1]), raw)
+
+    def expert(self, number: int) -> QuantTensor:
+        """Return one matrix of `(experts, rows, columns)`; shares the bytes."""
+        return self.part(number * self.shape[1], self.shape[1])
+
     def decode(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the whole tensor in its logical shape, in new memory."""
         return self._decoded(self.raw, dtype).view(self.shape)

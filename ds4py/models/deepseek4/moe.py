@@ -1,0 +1,119 @@
+"""The feed-forward half: router, routed experts, shared expert.
+
+Owns: which experts a token gets and with what weight, the clamped SwiGLU
+(docs/spec/deepseek4-model.md 3.12). Refuses to know: how packed experts are multiplied. Invariant:
+a token's result does not depend on its neighbours, but for the order of float32 sums; experts'
+results are added in the order of their selection.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch.nn.functional import silu, softplus
+
+from ds4py.models.deepseek4.products import Weights, activation_rounding
+from ds4py.models.deepseek4.shape import Shape
+from ds4py.quant.experts import ExpertGroups, ExpertProduct
+
+_MIN_SUM: Final = 2.0**-14
+
+
+class FeedForward:
+    """Router and experts of one layer.
+
+    Args:
+        shape: The model.
+        layer: Number in the whole model.
+        weights: Of the layer.
+    """
+
+    def __init__(self, shape: Shape, layer: int, weights: Weights):
+        self._router = Router(shape, layer, weights)
+        self._experts = RoutedExperts(shape.clamps[layer], weights)
+        self._limit = shape.clamps[layer]
+        self._shared = weights.linear("ffn_gate_shexp.weight", "ffn_up_shexp.weight")
+        self._shared_down = weights.linear("ffn_down_shexp.weight")
+
+    def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return `[T, D]` for normed inputs `[T, D]` and token ids int64 `[T]`."""
+        routed = self._experts(x, *self._router(x, tokens))
+        gate, up = self._shared(x).chunk(2, 1)
+        return routed.add_(self._shared_down(swiglu(gate, up, self._limit)))
+
+
+class Router:
+    """Chooses experts, by token id in the first layers and by score in the others.
+
+    Args:
+        shape: The model.
+        layer: Number in the whole model.
+        weights: Of the layer.
+    """
+
+    def __init__(self, shape: Shape, layer: int, weights: Weights):
+        self._n_used = shape.n_used
+        self._scale = shape.expert_scale
+        self._matrix = weights.dense("ffn_gate_inp.weight").t()
+        self._table = self._bias = None
+        if layer < shape.n_hash_layers:
+            self._table = weights.packed("ffn_gate_tid2eid.weight").decode(torch.int64)
+        else:
+            self._bias = weights.optional("exp_probs_b.bias")
+
+    def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return experts int64 `[T, U]` and their weights float32 `[T, U]`, in selection order."""
+        scores = softplus(x @ self._matrix).sqrt_()
+        if self._table is not None:
+            experts = self._table[tokens]
+        else:
+            # the bias decides who is chosen, not with what weight; ties go to the lower number
+            ranked = scores if self._bias is None else scores + self._bias
+            experts = ranked.sort(dim=1, descending=True, stable=True).indices[:, : self._n_used]
+        chosen = scores.gather(1, experts)
+        total = chosen.sum(1, keepdim=True).clamp_(min=_MIN_SUM)
+        return experts, (chosen / total).mul_(self._scale)
+
+
+class RoutedExperts:
+    """The experts' matrices.
+
+    Args:
+        limit: Clamp of the SwiGLU.
+        weights: Of the layer.
+    """
+
+    def __init__(self, limit: float, weights: Weights):
+        place = weights.place
+        packed = [weights.packed(f"ffn_{name}_exps.weight") for name in ("gate", "up", "down")]
+        self._gate, self._up, self._down = (ExpertProduct(part, place.dtype) for part in packed)
+        self._n_experts = packed[0].shape[0]
+        self._limit = limit
+        self._dtype = place.dtype
+        self._round_in = self._round_mid = None
+        if place.act_quant:
+            self._round_in = activation_rounding(packed[0].format)
+            self._round_mid = activation_rounding(packed[2].format)
+
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return float32 `[T, D]` for inputs `[T, D]`, experts and weights `[T, U]`."""
+        groups = ExpertGroups.of(experts.flatten(), self._n_experts)
+        if self._round_in is not None:
+            x = self._round_in(x)
+        rows = x.to(self._dtype)[groups.order // experts.shape[1]]
+        gate, up = self._gate(rows, groups).float(), self._up(rows, groups).float()
+        # weighed before the last product, as the rounding of its input depends on that
+        mid = swiglu(gate, up, self._limit).mul_(weights.flatten()[groups.order].unsqueeze(1))
+        if self._round_mid is not None:
+            mid = self._round_mid(mid)
+        out = self._down(mid.to(self._dtype), groups).float()
+        by_slot = torch.empty_like(out).index_copy_(0, groups.order, out)
+        return by_slot.view(*experts.shape, -1).sum(1)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return `silu(gate) * up` with the gate clamped from above and `up` from both sides."""
+    return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
