@@ -6,26 +6,17 @@ tokens are equal for all chunks as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.session import ClusterSession
-from ds4py.cluster.worker import Worker
-from ds4py.config import CoordinatorConfig, PrefillTuning, WorkerConfig
-from ds4py.contracts import SessionId
-from ds4py.engine.open import open_runner, read_model
-from ds4py.hidden import F32
+from ds4py.config import EngineConfig
 from ds4py.runtime import load_text
-from ds4py.spans import LayerSpec
-from tests.e2e.support import ANY_PORT, SOCKETS, engine, route
+from tests.e2e.cuts import Said, coordinator_of, say
+from tests.e2e.support import engine
 from tests.models import smollm2_path
-from tests.processes import Launcher, run, wait_for
+from tests.processes import Launcher, run
 
 QUESTION = (
     "A farmer has seventeen sheep and three dogs. One morning the gate is open: nine sheep have "
@@ -45,52 +36,8 @@ CUTS = [
 ]
 
 
-@dataclass(frozen=True)
-class Said:
-    """What a model says after the prompt.
-
-    Args:
-        logits: `f32[V]` after the prompt.
-        tokens: Greedy continuation.
-    """
-
-    logits: F32
-    tokens: list[int]
-
-
-def say(coordinator: Coordinator, prompt: list[int], chunk: int | None) -> Said:
-    """Evaluate the prompt in chunks and continue greedily, in a session of its own."""
-    config = replace(coordinator.config, prefill=PrefillTuning(chunk=chunk))
-    session = ClusterSession(SessionId(1 + (chunk or 0)), coordinator, config)
-    logits = session.sync(prompt).logits
-    said = Said(logits.copy(), [])
-    for _ in range(N_TOKENS):
-        said.tokens.append(int(np.argmax(logits)))
-        logits = session.eval(said.tokens[-1])
-    return said
-
-
-@contextmanager
-def coordinator_of(local: str | None, cuts: list[str]) -> Iterator[Coordinator]:
-    """A coordinator with own layers or none, and its workers, over loopback."""
-    model = engine(smollm2_path(), n_slots=len(CHUNKS), n_ctx=N_CTX)
-    card, n_ctx = read_model(model)
-    with ExitStack() as stack:
-        workers = []
-        for layers in map(LayerSpec.parse, cuts):
-            config = WorkerConfig(layers=layers, listen=ANY_PORT)
-            workers.append(Worker(open_runner(model, layers), config, SOCKETS))
-            workers[-1].start()
-            stack.callback(workers[-1].close)
-        own = None
-        if local is not None:
-            own = open_runner(model, LayerSpec.parse(local), want_head=True)
-        config_ = CoordinatorConfig(route=route(*workers), result_timeout=60)
-        built = Coordinator(card, n_ctx, config_, SOCKETS, local=own)
-        stack.callback(built.close)
-        built.start()
-        wait_for(lambda: built.health().ready, "the route is complete")
-        yield built
+def model() -> EngineConfig:
+    return engine(smollm2_path(), n_slots=len(CHUNKS), n_ctx=N_CTX)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +51,8 @@ def prompt() -> list[int]:
 @pytest.fixture(scope="module")
 def alone(prompt: list[int]) -> dict[int | None, Said]:
     """What one process says, for every chunk."""
-    with coordinator_of("0-29", []) as whole:
-        return {chunk: say(whole, prompt, chunk) for chunk in CHUNKS}
+    with coordinator_of(model(), "0-29", []) as whole:
+        return {chunk: say(whole, prompt, chunk, N_TOKENS) for chunk in CHUNKS}
 
 
 def test_chunks_do_not_change_the_tokens_of_one_process(alone: dict[int | None, Said]) -> None:
@@ -119,9 +66,9 @@ def test_chunks_do_not_change_the_tokens_of_one_process(alone: dict[int | None, 
 def test_every_cut_and_chunk_says_what_one_process_says(
     local: str | None, cuts: list[str], prompt: list[int], alone: dict[int | None, Said]
 ) -> None:
-    with coordinator_of(local, cuts) as cluster:
+    with coordinator_of(model(), local, cuts) as cluster:
         for chunk in CHUNKS:
-            said = say(cluster, prompt, chunk)
+            said = say(cluster, prompt, chunk, N_TOKENS)
             assert np.array_equal(said.logits, alone[chunk].logits), f"chunk {chunk}"
             assert said.tokens == alone[chunk].tokens, f"chunk {chunk}"
 
@@ -130,15 +77,15 @@ def test_real_processes_say_what_one_process_says(
     prompt: list[int], alone: dict[int | None, Said], tmp_path: Path
 ) -> None:
     """Three programs, then two of which one owns layers, the tail worker being the same."""
-    model = ("-m", smollm2_path(), "-c", N_CTX, "--precision", "f32")
+    given = ("-m", smollm2_path(), "-c", N_CTX, "--precision", "f32")
     asked = ("--prompt-ids", ",".join(map(str, prompt)), "-n", N_TOKENS, "--temp", 0)
     tokens = alone[None].tokens
     with Launcher(tmp_path) as launch:
         listen = ("--dist-role", "worker", "--dist-listen", "127.0.0.1:0")
-        tail = launch.worker(*listen, "--dist-layers", "15-29", *model)
-        head = launch.worker(*listen, "--dist-layers", "0-14", *model)
+        tail = launch.worker(*listen, "--dist-layers", "15-29", *given)
+        head = launch.worker(*listen, "--dist-layers", "0-14", *given)
         server = launch.server(
-            *("--dist-role", "coordinator", "--dist-listen", "127.0.0.1:0", *model),
+            *("--dist-role", "coordinator", "--dist-listen", "127.0.0.1:0", *given),
             *("--dist-route", f"{head.address},{tail.address}", "--dist-prefill-chunk", 7),
         )
         server.wait_ready()
@@ -148,7 +95,7 @@ def test_real_processes_say_what_one_process_says(
         assert three.out.removesuffix(b"\n") == text
 
         two = run(
-            *("ds4py-cli", *model, *asked, "--print-ids", "-t", 1, "--dist-layers", "0-14"),
+            *("ds4py-cli", *given, *asked, "--print-ids", "-t", 1, "--dist-layers", "0-14"),
             *("--dist-route", tail.address, "--dist-prefill-chunk", 64),
         )
         assert two.status == 0, two.err

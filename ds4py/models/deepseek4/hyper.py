@@ -47,10 +47,12 @@ class HyperConnection:
 
     def __init__(self, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, shape: Shape):
         S = shape.n_streams
-        self._fn = fn.t()
+        self._mixes = ScaleFreeProduct(fn, shape.norm_eps)
         self._scale = scale.repeat_interleave(torch.tensor([S, S, S * S], device=scale.device))
         self._base = base
-        self._shape = shape
+        self._n_streams = S
+        self._eps = torch.full((1, 1), shape.hc_eps, device=fn.device)
+        self._sinkhorn = Sinkhorn(S, shape.sinkhorn, shape.hc_eps, fn.device)
 
     @classmethod
     def load(cls, shape: Shape, weights: Weights) -> HyperConnection:
@@ -60,13 +62,11 @@ class HyperConnection:
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, StreamMix]:
         """Return the half's input `[T, D]` and the mix, for a state `[T, S * D]`."""
-        S, eps = self._shape.n_streams, self._shape.hc_eps
-        mixes = scale_free(hidden, self._fn, self._shape.norm_eps)
-        mixes = torch.addcmul(self._base, mixes, self._scale)
+        S = self._n_streams
+        mixes = torch.addcmul(self._base, self._mixes(hidden), self._scale)
         pre, post = mixes[:, : 2 * S].sigmoid().chunk(2, 1)
-        scores = mixes[:, 2 * S :].reshape(-1, S, S)
-        residual = sinkhorn(scores, self._shape.sinkhorn, eps)
-        return weigh_streams(pre + eps, hidden), StreamMix(2 * post, residual)
+        residual = self._sinkhorn(mixes[:, 2 * S :])
+        return weigh_streams(pre + self._eps, hidden), StreamMix(post + post, residual)
 
 
 class HyperHead:
@@ -80,10 +80,10 @@ class HyperHead:
     """
 
     def __init__(self, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, shape: Shape):
-        self._fn = fn.t()
+        self._mixes = ScaleFreeProduct(fn, shape.norm_eps)
         self._scale = scale
         self._base = base
-        self._shape = shape
+        self._eps = shape.hc_eps
 
     @classmethod
     def load(cls, shape: Shape, weights: Weights) -> HyperHead:
@@ -93,36 +93,67 @@ class HyperHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[T, D]` for a state `[T, S * D]`; the streams' weights do not add up to one."""
-        mixes = scale_free(hidden, self._fn, self._shape.norm_eps)
-        weights = torch.addcmul(self._base, mixes, self._scale).sigmoid_() + self._shape.hc_eps
+        mixes = torch.addcmul(self._base, self._mixes(hidden), self._scale)
+        weights = mixes.sigmoid_().add_(self._eps)
         return weigh_streams(weights, hidden)
 
 
-def scale_free(x: torch.Tensor, matrix: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the product of RMS-normed rows `[T, K]` (without weight) and a matrix `[K, N]`.
+class ScaleFreeProduct:
+    """Product of RMS-normed states (without weight) and a small matrix.
 
-    The rows' factor is applied to the product, which is shorter.
+    Args:
+        fn: float32 `[N, S * D]`.
+        eps: Of the norm.
     """
-    width = x.shape[1]
-    floor = torch.full((1, 1), math.sqrt(width * eps), device=x.device)
-    length = torch.linalg.vector_norm(x, dim=1, keepdim=True).hypot_(floor)
-    return (x @ matrix).mul_(math.sqrt(width) / length)
+
+    def __init__(self, fn: torch.Tensor, eps: float):
+        width = fn.shape[1]
+        self._matrix = fn.t()
+        self._floor = torch.full((1, 1), math.sqrt(width * eps), device=fn.device)
+        self._unit = torch.full((1, 1), math.sqrt(width), device=fn.device)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[T, N]` for states `[T, S * D]`, all streams normed together."""
+        length = torch.linalg.vector_norm(hidden, dim=1, keepdim=True).hypot_(self._floor)
+        # the factor of a row is applied to its product, which is shorter
+        return (hidden @ self._matrix).mul_(self._unit / length)
+
+
+class Sinkhorn:
+    """Makes matrices `[S, S]` nearly doubly stochastic.
+
+    A sum over a row or column is written as a product with a matrix of ones and zeros, which
+    gives every entry its own divisor: two operations a normalization, where sums need three.
+
+    Args:
+        size: `S`.
+        iterations: Normalizations of columns; rows have one fewer, besides the softmax.
+        eps: Added to every sum, and to the softmax.
+        device: Home of the matrices.
+    """
+
+    def __init__(self, size: int, iterations: int, eps: float, device: torch.device):
+        entry = torch.arange(size * size, device=device)
+        row, column = entry // size, entry % size
+        self._same_row = (row == row.unsqueeze(1)).float()
+        self._same_column = (column == column.unsqueeze(1)).float()
+        self._eps = torch.full((size * size,), eps, device=device)
+        self._size = size
+        self._iterations = iterations
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return float32 `[T, S, S]` for scores `[T, S * S]`, row after row."""
+        square = (-1, self._size, self._size)
+        matrix = scores.reshape(square).softmax(2).view(scores.shape).add_(self._eps)
+        sums = torch.empty_like(matrix)
+        for iteration in range(self._iterations):
+            if iteration:
+                matrix.div_(torch.addmm(self._eps, matrix, self._same_row, out=sums))
+            matrix.div_(torch.addmm(self._eps, matrix, self._same_column, out=sums))
+        return matrix.view(square)
 
 
 def weigh_streams(weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum `[T, D]` of a state's streams, for weights `[T, S]`."""
     streams = hidden.view(*weights.shape, -1)
     return torch.bmm(weights.unsqueeze(1), streams).squeeze(1)
-
-
-def sinkhorn(scores: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Make matrices `[T, S, S]` nearly doubly stochastic.
-
-    A softmax over rows stands for the first normalization of rows; the last one is of columns.
-    """
-    matrix = scores.softmax(2).add_(eps)
-    for iteration in range(iterations):
-        if iteration:
-            matrix /= matrix.sum(2, keepdim=True).add_(eps)
-        matrix /= matrix.sum(1, keepdim=True).add_(eps)
-    return matrix
