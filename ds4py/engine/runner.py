@@ -218,6 +218,7 @@ class LocalRunner:
             CapacityError: The session is new and every slot is taken.
         """
         timeline = self._held(session)
+        timeline.length = 0  # what is there now is overwritten, whatever happens
         cache = self._open_pool().cache(timeline.slot)
         self._open_model().import_cache(cache, n_tokens, saved)
         timeline.length = timeline.floor = n_tokens
