@@ -118,12 +118,11 @@ def _needs(
     if span.has_output or not want_head:
         return needs, span.has_output
     with_head = shape.tensor_needs(span, may_have, head=True)
-    complete = all(
-        name in file.tensors or need.optional
-        for name, need in with_head.items()
-        if name not in needs
-    )
-    return (with_head, True) if complete else (needs, False)
+    parts = [name for name, need in with_head.items() if name not in needs and not need.optional]
+    found = [name for name in parts if name in file.tensors]
+    if found and not file.missing_shards:
+        file.require(parts)  # half a head is a damaged file, not one without
+    return (with_head, True) if len(found) == len(parts) else (needs, False)
 
 
 def check_tensors(

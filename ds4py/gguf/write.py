@@ -1,7 +1,8 @@
-"""Writer of small GGUF files, for tests and tools.
+"""Writer of GGUF files, for tests and tools.
 
 Owns: the layout of version 3, single or split. Refuses to know: quantization (tensors are given as
-packed bytes) and model files of many gigabytes. Invariant: the same arguments make the same bytes.
+packed bytes). Invariant: the same arguments make the same bytes, and a tensor whose bytes are made
+piece by piece is never in memory as a whole.
 
 How a Python value is stored: bool as BOOL; int as UINT32, INT32, UINT64 or INT64, the first that
 holds it; float as FLOAT32; str as STRING; a NumPy scalar by its dtype; a sequence of str as an
@@ -11,7 +12,7 @@ array of STRING; a NumPy array as an array of its dtype.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -24,6 +25,7 @@ from ds4py.gguf import kinds
 
 ScalarValue = bool | int | float | str | np.generic
 WriteValue = ScalarValue | list[str] | tuple[str, ...] | npt.NDArray[np.generic]
+Bytes = bytes | memoryview
 _KIND_OF: Final = {dtype: kind for kind, dtype in kinds.NUMERIC_KINDS.items()}
 
 
@@ -35,22 +37,48 @@ class TensorSource:
         name: Name in the directory.
         type_id: Tensor type; an unknown one is written as it is.
         dims: Dimensions in GGUF order, fastest first.
-        packed: Bytes of the blocks; only read.
+        packed: Bytes of the blocks, only read; or a function that makes them anew at each call,
+            piece by piece, for a tensor of a known type that should not be in memory as a whole.
     """
 
     name: str
     type_id: int
     dims: tuple[int, ...]
-    packed: bytes | memoryview
+    packed: Bytes | Callable[[], Iterable[Bytes]]
 
     def __post_init__(self) -> None:
-        if kinds.is_known(self.type_id):
-            expected = kinds.tensor_bytes(self.type_id, self.dims)
-            if len(self.packed) != expected:
-                raise GgufError(
-                    f"tensor {self.name}: got {len(self.packed)} bytes, expected {expected} for "
-                    f"{kinds.type_name(self.type_id)} {list(self.dims)}"
-                )
+        if not callable(self.packed) and kinds.is_known(self.type_id):
+            self._check(len(self.packed))
+
+    @property
+    def n_bytes(self) -> int:
+        """Packed size; raises `UnsupportedQuantError` if pieces have a type of unknown size."""
+        if callable(self.packed):
+            return kinds.tensor_bytes(self.type_id, self.dims)
+        return len(self.packed)
+
+    def pieces(self) -> Iterator[Bytes]:
+        """Yield the bytes in order.
+
+        Raises:
+            GgufError: The pieces are together not as long as type and dimensions say.
+        """
+        if not callable(self.packed):
+            yield self.packed
+            return
+        done = 0
+        for piece in self.packed():
+            done += len(piece)
+            yield piece
+        self._check(done)
+
+    def _check(self, n_bytes: int) -> None:
+        expected = kinds.tensor_bytes(self.type_id, self.dims)
+        if n_bytes != expected:
+            raise GgufError(
+                f"tensor {self.name}: got {n_bytes} bytes, expected {expected} for "
+                f"{kinds.type_name(self.type_id)} {list(self.dims)}"
+            )
 
 
 def write_gguf(
@@ -86,7 +114,7 @@ def save_gguf(
         The written files in order.
 
     Raises:
-        GgufError: The file system refused.
+        GgufError: The file system refused, or pieces are not as long as their tensor.
     """
     parts = (
         [(path, metadata, tensors)] if n_shards == 1 else _split(path, metadata, tensors, n_shards)
@@ -136,12 +164,12 @@ def _pieces(
     for tensor in tensors:
         head += _string(tensor.name) + struct.pack("<I", len(tensor.dims))
         head += struct.pack(f"<{len(tensor.dims)}QIQ", *tensor.dims, tensor.type_id, offset)
-        offset += len(tensor.packed) + _padding(len(tensor.packed), alignment)
+        offset += tensor.n_bytes + _padding(tensor.n_bytes, alignment)
     yield bytes(head)
     yield bytes(_padding(len(head), alignment))
     for tensor in tensors:
-        yield tensor.packed
-        yield bytes(_padding(len(tensor.packed), alignment))
+        yield from tensor.pieces()
+        yield bytes(_padding(tensor.n_bytes, alignment))
 
 
 def _padding(length: int, alignment: int) -> int:

@@ -75,8 +75,9 @@ class Keys:
             self.refuse(key, "nothing", "an array of floats")
         self._check_length(key, len(values), n_layers)
         kept = values[:n_layers]
-        if not (np.isfinite(kept) & (kept > 0)).all():
-            self.refuse(key, kept.tolist(), "positive numbers")
+        bad = np.flatnonzero(~(np.isfinite(kept) & (kept > 0)))
+        if bad.size:
+            self.refuse(key, f"{kept[bad[0]]} for layer {bad[0]}", "a positive number")
         return tuple(kept.tolist())
 
     def integers(self, key: str, n_layers: int) -> tuple[int, ...]:

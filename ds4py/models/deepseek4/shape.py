@@ -8,11 +8,12 @@ exists can be computed; constants are rounded to float32, as the engine that mad
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Final
 
 import numpy as np
 
+from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
 from ds4py.models.base import Identity, SavedLayer, TensorNeed
 from ds4py.models.deepseek4.keys import Keys
@@ -114,7 +115,7 @@ class Shape:
         n_rot, d_head = _head(keys)
         n_expert = keys.size("expert_count", 1 << 16)
         yarn = _yarn(keys)
-        return cls(
+        shape = cls(
             n_layers=n_layers,
             n_embd=keys.size("embedding_length"),
             n_vocab=keys.size("vocab_size"),
@@ -146,6 +147,11 @@ class Shape:
                 "context_length", 1 << 31, int(yarn.n_ctx_original * yarn.factor)
             ),
         )
+        _check_vocabulary(metadata, shape.n_vocab)
+        # constants of ds4's own models are its own, whatever last digits a file gives them
+        fields = astuple(replace(shape, n_ctx_train=0))
+        known = next((model for model in KNOWN if _alike(fields, astuple(model))), shape)
+        return replace(known, n_ctx_train=shape.n_ctx_train)
 
     @property
     def architecture(self) -> str:
@@ -176,8 +182,9 @@ class Shape:
         ]
 
     def canonical(self) -> str:
-        """Return every field as `name=value`, in the order of the class, separated by spaces."""
+        """Return every field that results depend on as `name=value`, separated by spaces."""
         fields = asdict(self)
+        del fields["n_ctx_train"]
         yarn = fields.pop("yarn")
         fields |= {f"yarn.{key}": value for key, value in yarn.items()}
         return " ".join(f"{key}={value}" for key, value in fields.items())
@@ -310,6 +317,17 @@ def _head(keys: Keys) -> tuple[int, int]:
     return n_rot, width
 
 
+def _check_vocabulary(metadata: Metadata, n_vocab: int) -> None:
+    """Refuse a tokenizer of another size; a part of a file may have none."""
+    tokens = metadata.get_strings("tokenizer.ggml.tokens", None)
+    if tokens is not None and len(tokens) != n_vocab:
+        raise ModelError(
+            "metadata key tokenizer.ggml.tokens",
+            got=f"{len(tokens)} tokens",
+            expected=f"{n_vocab}, the vocabulary size of the model",
+        )
+
+
 def _index_width(keys: Keys, n_rot: int) -> int:
     width = keys.size("attention.indexer.key_length", 1 << 12)
     if width & (width - 1) or width < max(_INDEX_BLOCK, n_rot):
@@ -340,6 +358,19 @@ def _yarn(keys: Keys) -> Yarn:
         beta_fast=keys.above_zero("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.above_zero("rope.scaling.yarn_beta_slow", 1.0),
     )
+
+
+Nested = int | float | tuple["Nested", ...]
+
+
+def _alike(got: Nested, want: Nested) -> bool:
+    """Whether ds4 takes fields for those of its own model: constants may differ by 1e-6."""
+    if isinstance(got, tuple) and isinstance(want, tuple):
+        return len(got) == len(want) and all(map(_alike, got, want))
+    if isinstance(got, tuple) or isinstance(want, tuple):
+        return False
+    tolerance = 1e-6 * max(1.0, abs(want)) if isinstance(want, float) else 0
+    return abs(got - want) <= tolerance
 
 
 def _alternating(first: int, n_layers: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """The writer: what it writes, the parser and the `gguf` package read back."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,10 @@ from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.errors import GgufError
+from ds4py.errors import GgufError, UnsupportedQuantError
 from ds4py.gguf import kinds
 from ds4py.gguf.parse import parse_gguf
-from ds4py.gguf.write import TensorSource, save_gguf, shard_name
+from ds4py.gguf.write import TensorSource, save_gguf, shard_name, write_gguf
 from tests.toys import gguf_bytes, packed, tensor, toy_llama
 
 
@@ -87,6 +88,39 @@ def test_a_dtype_that_gguf_lacks_is_refused():
 def test_a_tensor_of_the_wrong_size_is_refused():
     with pytest.raises(GgufError, match="tensor x: got 3 bytes, expected 4"):
         TensorSource("x", 0, (1,), b"abc")
+
+
+def test_a_tensor_made_in_pieces_is_written_like_one_in_memory():
+    whole = TensorSource("x", 0, (3,), b"abcdefghijkl")
+    pieces = TensorSource("x", 0, (3,), lambda: [b"abcde", memoryview(b"fghijk"), b"l"])
+    last = tensor("y", (1,))
+    assert gguf_bytes({}, [pieces, last]) == gguf_bytes({}, [whole, last])
+    assert b"".join(pieces.pieces()) == b"".join(pieces.pieces()) == whole.packed
+
+
+def test_a_piece_is_written_before_the_next_is_made():
+    stream = io.BytesIO()
+    sizes = []
+
+    def pieces():
+        for _ in range(3):
+            sizes.append(stream.tell())
+            yield bytes(40)
+
+    write_gguf(stream, {}, [TensorSource("x", 0, (30,), pieces)])
+    assert [later - sizes[0] for later in sizes] == [0, 40, 80]
+
+
+@pytest.mark.parametrize("pieces", [[], [b"abc"], [b"abc", b"de"]])
+def test_pieces_of_the_wrong_size_are_refused(tmp_path: Path, pieces):
+    source = TensorSource("x", 0, (1,), lambda: pieces)
+    with pytest.raises(GgufError, match=r"tensor x: got \d bytes, expected 4 for F32"):
+        save_gguf(tmp_path / "m.gguf", {}, [source])
+
+
+def test_pieces_need_a_type_of_known_size():
+    with pytest.raises(UnsupportedQuantError, match="type 99"):
+        gguf_bytes({}, [TensorSource("x", 99, (1,), list)])
 
 
 def test_alignment_is_kept():
