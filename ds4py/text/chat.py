@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from ds4py.errors import RequestError
 from ds4py.gguf.kinds import MetaValue
@@ -24,6 +25,28 @@ _log = logging.getLogger(__name__)
 
 Message = Mapping[str, object]
 """One message as clients send it: `role`, `content`, and whatever else a template may know."""
+
+
+class Chat(Protocol):
+    """How one model wants conversations written; safe to use from several threads."""
+
+    def render_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> list[int]:
+        """Return the prompt of a conversation as token ids.
+
+        Args:
+            messages: In order.
+            add_generation_prompt: End with the opening of the assistant's turn.
+            variables: What else the model's format may know, such as `tools`.
+
+        Raises:
+            RequestError: The format has no place for these messages or values.
+        """
 
 
 class ChatTemplate:

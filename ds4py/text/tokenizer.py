@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from ds4py.errors import ModelError
 from ds4py.gguf.kinds import MetaValue
+from ds4py.text import deepseek4_tokens
 from ds4py.text.bpe import BpeCodec
 from ds4py.text.markers import Markers
 from ds4py.text.spm import SpmCodec
@@ -68,7 +69,8 @@ class Tokenizer:
         """Return the token ids of a text; nothing is added at either end.
 
         Args:
-            text: Any text. Halves of surrogate pairs become U+FFFD.
+            text: Any text. Halves of surrogate pairs become U+FFFD. Bytes that are no UTF-8 have no
+                way in: whoever has some decodes them first, with replacement.
             special: Whether control tokens spelled in the text become those tokens; otherwise they
                 are ordinary characters. User-defined tokens are recognised either way, but for
                 families that say otherwise (`SplitRule.literal`).
@@ -119,6 +121,8 @@ def load_tokenizer(metadata: Mapping[str, MetaValue]) -> Tokenizer:
     Raises:
         ModelError: The section is missing, inconsistent, or of a kind that ds4py does not know.
     """
+    if metadata.get("general.architecture") == deepseek4_tokens.ARCHITECTURE:
+        metadata = deepseek4_tokens.tokenizer_section(metadata)
     vocabulary = Vocabulary.from_metadata(metadata)
     codec = _CODECS.get(vocabulary.model)
     if codec is None:
