@@ -26,7 +26,7 @@ def round_q8_0(x: torch.Tensor) -> torch.Tensor:
     """Round to int8 with a float32 scale per 32 values."""
     blocks = _blocks(x, 32)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
-    inverse = torch.where(scale != 0, 1 / scale, 0)
+    inverse = _zero_if_infinite(1 / scale)
     return (blocks * inverse).round_().clamp_(-128, 127).mul_(scale).flatten(-2)
 
 
@@ -34,8 +34,9 @@ def round_q8_k(x: torch.Tensor) -> torch.Tensor:
     """Round to int8 with a float32 scale per 256 values, whose extreme becomes -127."""
     blocks = _blocks(x, 256)
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    inverse = torch.where(extreme != 0, -127 / extreme, 0)
-    scale = torch.where(extreme != 0, 1 / inverse, 0)
+    # divided by a tensor: a number would be multiplied by the reciprocal, which rounds twice
+    inverse = _zero_if_infinite(extreme.new_full((), -127) / extreme)
+    scale = _zero_if_infinite(1 / inverse)
     return (blocks * inverse).round_().clamp_(max=127).mul_(scale).flatten(-2)
 
 
@@ -82,6 +83,11 @@ def hadamard(width: int) -> torch.Tensor:
 def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return `[..., n]` as `[..., n / size, size]`."""
     return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _zero_if_infinite(x: torch.Tensor) -> torch.Tensor:
+    """Make blocks of zeros, and of values too small to have a reciprocal, zeros."""
+    return x.nan_to_num_(posinf=0.0, neginf=0.0)
 
 
 def _next_power_of_two(x: torch.Tensor) -> torch.Tensor:
