@@ -28,7 +28,7 @@ from ds4py.gguf.file import GgufFile
 from ds4py.server.app import create_app
 from ds4py.server.prompts import TextStack
 from ds4py.server.serve import HttpServer
-from ds4py.text.chat import ChatTemplate
+from ds4py.text.families import chat_for
 from ds4py.text.tokenizer import load_tokenizer
 from ds4py.transport.sockets import Listener, Socket, listen, local_address
 
@@ -66,7 +66,7 @@ def open_node(
         progress: Told how far loading is.
     """
     card, n_ctx = read_model(engine)
-    text = load_text(engine)
+    text = load_text(engine, n_ctx)
     local = None
     if whole:
         local = open_runner(engine, progress=progress)
@@ -79,11 +79,18 @@ def open_node(
         coordinator.close()
 
 
-def load_text(engine: EngineConfig) -> TextStack:
-    """Build the tokenizer and the chat template of a model file."""
+def load_text(engine: EngineConfig, n_ctx: int | None = None) -> TextStack:
+    """Build the tokenizer and the chat format of a model file.
+
+    Args:
+        engine: Names the file.
+        n_ctx: Context size in tokens; None takes what `engine` and the file say.
+    """
+    if n_ctx is None:
+        _, n_ctx = read_model(engine)
     with GgufFile.open(engine.model) as file:
         tokenizer = load_tokenizer(file.metadata)
-        return TextStack(tokenizer, ChatTemplate.from_metadata(file.metadata, tokenizer))
+        return TextStack(tokenizer, chat_for(file.metadata, tokenizer, n_ctx))
 
 
 @contextmanager

@@ -20,26 +20,29 @@ class Question:
     Args:
         text: User's text; None if `ids` are given.
         ids: Raw token ids instead of a text.
-        system: System text; empty sends none.
-        raw: Continue the text as it is, without the chat template.
+        system: System text; empty sends none, None leaves it to the model.
+        raw: The text is a whole prompt: continue it as it is, without the chat format.
         max_tokens: Output budget; None ends at the end token or the context.
         sampling: Given sampling flags only: the rest is the server's to choose.
+        think: How much to reason: "none", "high" or "max"; None leaves it to the model.
     """
 
     text: str | None
     ids: tuple[int, ...] | None
-    system: str
+    system: str | None
     raw: bool
     max_tokens: int | None
     sampling: dict[str, float | int]
+    think: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the answer: text, or token ids if those were asked for."""
+    """A part of the answer: reasoning and text behind it, and token ids if those were asked for."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
         ids_only: Print token ids, separated by commas, instead of text.
     """
     figures: Figures | None = None
-    n_ids, began = 0, False
+    n_ids, began, reasoned = 0, False, False
     try:
         for event in events:
             began = True
@@ -93,7 +96,7 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
                     click.echo(f"{',' if n_ids else ''}{token}", nl=False)
                     n_ids += 1
             else:
-                click.echo(event.text, nl=False)
+                reasoned = _say(event, reasoned)
             sys.stdout.flush()
     finally:
         if began:  # an answer that never came leaves stdout empty
@@ -101,6 +104,26 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
     if figures is not None:
         click.echo(_line(figures), err=True)
     return figures
+
+
+def _say(piece: Piece, reasoned: bool) -> bool:
+    """Print a piece of text, on a line of its own where the answer begins behind reasoning.
+
+    Args:
+        piece: Its reasoning is dim on a terminal.
+        reasoned: Reasoning was printed last.
+
+    Returns:
+        Whether reasoning was printed last.
+    """
+    if piece.reasoning:
+        click.secho(piece.reasoning, nl=False, dim=True)
+        reasoned = True
+    if piece.text and reasoned:
+        click.echo()
+        reasoned = False
+    click.echo(piece.text, nl=False)
+    return reasoned
 
 
 def awaited(

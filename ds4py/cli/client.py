@@ -48,8 +48,11 @@ _MAX_PROMPT_BYTES: Final = 64 << 20
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="The question, from a file.")
 @click.option("--prompt-ids", metavar="N,N,...", help="Raw token ids instead of a text.")
 @click.option("--print-ids", is_flag=True, help="Print token ids instead of text.")
-@click.option("-sys", "--system", default="", help="System text [none].")
+@click.option("-sys", "--system", help="System text; '' is none [the model's usual one].")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without a chat template.")
+@click.option("--think", "think", flag_value="high", help="Reason first [if the model can].")
+@click.option("--think-max", "think", flag_value="max", help="The same, as much as possible.")
+@click.option("--nothink", "think", flag_value="none", help="Answer without reasoning.")
 @click.option("-n", "--max-tokens", "--tokens", type=int, help="Output budget [the context].")
 @click.option("--host", metavar="HOST:PORT", help="Ask this server; no model is loaded here.")
 @sampling_options
@@ -101,6 +104,8 @@ def client(**flags: Any) -> int:
 def _question(given: dict[str, float | int], **flags: Any) -> Question:
     """Take the prompt from the one place that was named.
 
+    A text that spells DeepSeek's first token is a whole prompt, as in ds4.
+
     Raises:
         ConfigError: Several places, none, an unreadable file, or ids that are no numbers.
     """
@@ -114,13 +119,16 @@ def _question(given: dict[str, float | int], **flags: Any) -> Question:
         text = _read_file(path)
     elif text is None and ids is None:
         text = _read_stdin()
+    from ds4py.text.deepseek4_tokens import Marker
+
     return Question(
         text=text,
         ids=None if ids is None else _parse_ids(ids),
         system=flags["system"],
-        raw=flags["raw"],
+        raw=flags["raw"] or (text or "").startswith(Marker.BOS),
         max_tokens=flags["max_tokens"],
         sampling=given,
+        think=flags["think"],
     )
 
 
@@ -165,7 +173,7 @@ def _open(
     cancelled: Callable[[], bool],
 ) -> Node:
     """Load what this process owns and wait for the workers of the rest."""
-    role, engine = distributed.role, model.engine()
+    role, engine = distributed.role, model.engine(environment)
     if role == "worker":
         raise ConfigError("ds4py-cli asks questions; start workers with ds4py-server")
     config = local_config(environment, 1)

@@ -13,6 +13,7 @@ from ds4py.cli.answer import Event, Figures, Piece, Question
 from ds4py.config import SamplingParams
 from ds4py.generation.loop import Finished, Prefilled, Token, generate
 from ds4py.generation.sampling import Sampler
+from ds4py.text.reasoning import ReasoningSplitter
 from ds4py.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def ask(
     """
     prompt = prompt_ids(node, question)
     tokenizer, stream = node.text.tokenizer, TextStream()
+    opened = question.ids is None and node.text.chat.opens_reasoning(prompt)
+    parts = ReasoningSplitter(thinking=opened)
     prefilled = Prefilled(len(prompt), 0, 0.0)
     with node.backend.lease(prompt, cancelled=cancelled) as session:
         for step in generate(
@@ -56,9 +59,11 @@ def ask(
                 case Prefilled():
                     prefilled = step
                 case Token(token):
-                    yield Piece(stream.push(tokenizer.token_bytes(token)), (token,))
+                    reasoning, text = parts.push(stream.push(tokenizer.token_bytes(token)))
+                    yield Piece(text, (token,), reasoning)
                 case Finished():
-                    yield Piece(stream.finish())
+                    reasoning, text = parts.push(stream.finish())
+                    yield Piece(text, (), reasoning + parts.finish().reasoning)
                     yield _figures(prefilled, step)
 
 
@@ -69,8 +74,11 @@ def prompt_ids(node: Node, question: Question) -> tuple[int, ...]:
     assert question.text is not None
     if question.raw:
         return tuple(node.text.tokenizer.prompt_ids(question.text))
-    system = [{"role": "system", "content": question.system}] if question.system else []
-    return tuple(node.text.chat.render_ids([*system, {"role": "user", "content": question.text}]))
+    chat = node.text.chat
+    system = chat.default_system if question.system is None else question.system
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": question.text})
+    return tuple(chat.render_ids(messages, think=question.think))
 
 
 def _figures(prefilled: Prefilled, finished: Finished) -> Figures:

@@ -18,7 +18,9 @@ import msgspec
 from ds4py.cli.answer import Event, Figures, Piece, Prefill, Question
 from ds4py.config import Address
 from ds4py.errors import ConnectError, PeerClosedError, RequestError, TransportTimeoutError
+from ds4py.text.reasoning import ReasoningSplitter
 
+_THINK: Final = "<think>"
 _CONNECT_SECONDS: Final = 10.0
 _SILENCE_SECONDS: Final = 120.0  # a server says something every few seconds, were it only a comment
 _PROGRESS: Final = re.compile(rb": prefill (\d{1,12})/(\d{1,12})")
@@ -38,6 +40,9 @@ def ask(
     path, body = _request(question, want_ids=want_ids)
     if want_progress:
         body["return_progress"] = True
+    # a server keeps the reasoning of a bare prompt in its text, but that of a chat apart
+    opened = question.raw and (question.text or "").rstrip().endswith(_THINK)
+    parts = ReasoningSplitter(thinking=opened)
     timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
     url = f"http://{server}{path}"
     try:
@@ -47,7 +52,7 @@ def ask(
         ):
             if response.status_code != 200:
                 raise _refusal(_beginning(response), response.status_code)
-            yield from _events(response)
+            yield from _events(response, parts)
     except httpx.ConnectError as e:
         reason = f"no server answers ({e}); start ds4py-server, or check --host"
         raise ConnectError(reason, peer=str(server)) from e
@@ -70,13 +75,17 @@ def _request(question: Question, *, want_ids: bool) -> tuple[str, dict[str, Any]
     if question.ids is not None:
         return "/v1/completions", body | {"prompt": list(question.ids)}
     if question.raw:
-        return "/v1/completions", body | {"prompt": question.text}
+        return "/v1/completions", body | {"prompt": question.text, "raw": True}
     system = [{"role": "system", "content": question.system}] if question.system else []
-    user = {"role": "user", "content": question.text}
-    return "/v1/chat/completions", body | {"messages": [*system, user]}
+    body["messages"] = [*system, {"role": "user", "content": question.text}]
+    if question.system is None:
+        body["default_system"] = True
+    if question.think is not None:
+        body["reasoning_effort"] = question.think
+    return "/v1/chat/completions", body
 
 
-def _events(response: httpx.Response) -> Iterator[Event | Prefill]:
+def _events(response: httpx.Response, parts: ReasoningSplitter) -> Iterator[Event | Prefill]:
     """Read the stream; see docs/spec/server-and-cli.md 1.11 and 1.12."""
     finish, failed = "", False
     for line in _lines(response):
@@ -94,16 +103,24 @@ def _events(response: httpx.Response) -> Iterator[Event | Prefill]:
         try:
             for choice in chunk.get("choices", []):
                 finish = choice.get("finish_reason") or finish
-                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                ids = tuple(choice.get("token_ids") or ())
-                if text or ids:
-                    yield Piece(str(text), ids)
+                piece = _piece(choice, parts)
+                if piece != Piece():
+                    yield piece
             if chunk.get("usage"):
                 yield _figures(chunk, finish)
         except (AttributeError, TypeError) as e:
             what = f"sent an event of no known form ({e})"
             raise PeerClosedError(what, peer=_name(response)) from e
     raise PeerClosedError("the stream ended without its end mark", peer=_name(response))
+
+
+def _piece(choice: dict[str, Any], parts: ReasoningSplitter) -> Piece:
+    delta = choice.get("delta", {})
+    reasoning, text = parts.push(str(choice.get("text") or delta.get("content") or ""))
+    if choice.get("finish_reason"):
+        reasoning += parts.finish().reasoning
+    reasoning += str(delta.get("reasoning_content") or "")
+    return Piece(text, tuple(choice.get("token_ids") or ()), reasoning)
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:

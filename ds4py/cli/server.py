@@ -116,7 +116,7 @@ def server(**flags: Any) -> None:
     http = HttpFlags(**take(flags, HttpFlags))
     environment = read_environment()
     defaults = sampling(SamplingParams(), **flags)
-    engine = model.engine()
+    engine = model.engine(environment)
     if distributed.role == "worker":
         _run_worker(engine, distributed, environment)
         return

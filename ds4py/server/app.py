@@ -48,7 +48,7 @@ def create_app(
 
     Args:
         backend: Sessions of the model.
-        text: Tokenizer and chat template of the same model.
+        text: Tokenizer and chat format of the same model.
         config: Limits, defaults, name.
         n_sessions: Requests that generate at once: as many as the backend has sessions.
     """

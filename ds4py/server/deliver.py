@@ -97,8 +97,12 @@ async def send_stream(
 
 
 def _joined(pieces: list[Piece]) -> Piece:
-    tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece("".join(piece.text for piece in pieces), tokens)
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.tokens),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=tuple(call for piece in pieces for call in piece.calls),
+    )
 
 
 class _EventStream:

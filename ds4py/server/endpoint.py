@@ -64,11 +64,15 @@ class Plan:
         prompt: Token ids.
         options: What it says about its answer.
         reply: Makes the shapes from (number, unix time, model name).
+        thinking: The prompt opened the reasoning, which the dialect returns apart.
+        calls: The dialect returns calls of tools apart.
     """
 
     prompt: tuple[int, ...]
     options: Options
     reply: Callable[[int, int, str], Reply]
+    thinking: bool = False
+    calls: bool = False
 
 
 Dialect = Callable[[Service, bytes], Plan]
@@ -78,15 +82,34 @@ Dialect = Callable[[Service, bytes], Plan]
 def chat_dialect(service: Service, body: bytes) -> Plan:
     """Read `/v1/chat/completions`."""
     asked = read_chat(body, service.config.sampling)
-    prompt = chat_prompt(service.text, asked.messages)
+    prompt = chat_prompt(
+        service.text,
+        asked.messages,
+        think=asked.options.think,
+        tools=asked.tools,
+        default_system=asked.default_system,
+    )
     check_fits(prompt, service.backend.n_ctx, param="messages")
-    return Plan(prompt, asked.options, lambda n, at, name: ChatReply(f"chatcmpl-{n}", at, name))
+    chat = service.text.chat
+    return Plan(
+        prompt,
+        asked.options,
+        lambda n, at, name: ChatReply(f"chatcmpl-{n}", at, name),
+        thinking=chat.opens_reasoning(prompt),
+        calls=bool(asked.tools) and chat.writes_calls,
+    )
 
 
 def completion_dialect(service: Service, body: bytes) -> Plan:
-    """Read `/v1/completions`."""
+    """Read `/v1/completions`, whose text keeps the reasoning and the tag that ends it."""
     asked = read_completion(body, service.config.sampling)
-    prompt = completion_prompt(service.text, service.backend.card, asked.prompt)
+    prompt = completion_prompt(
+        service.text,
+        service.backend.card,
+        asked.prompt,
+        think=asked.options.think,
+        raw=asked.raw,
+    )
     check_fits(prompt, service.backend.n_ctx, param="prompt")
     return Plan(prompt, asked.options, lambda n, at, name: CompletionReply(f"cmpl-{n}", at, name))
 
@@ -137,6 +160,8 @@ def _order(service: Service, plan: Plan) -> Order:
         sampling=plan.options.sampling,
         stop=plan.options.stop,
         max_tokens=min(budget, service.backend.n_ctx - len(plan.prompt)),
+        thinking=plan.thinking,
+        calls=plan.calls,
         token_ids=plan.options.token_ids,
         progress=plan.options.progress,
     )

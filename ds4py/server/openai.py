@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ds4py.server.errors import describe
-from ds4py.server.work import Done, Piece, Tally
+from ds4py.server.work import Call, Done, Piece, Tally
 
 Json = dict[str, object]
 _NOTHING: Final = Piece("")
@@ -30,7 +30,7 @@ class Reply(Protocol):
         """Return the chunk that tells that the prompt is evaluated, if the dialect has one."""
 
     def piece(self, piece: Piece) -> Json:
-        """Return the chunk for some text."""
+        """Return the chunk for some of the reply."""
 
     def closing(self, done: Done) -> Json:
         """Return the chunk with the finish reason."""
@@ -55,7 +55,11 @@ class ChatReply:
 
     def whole(self, answer: Piece, done: Done) -> Json:
         """See `Reply.whole`."""
-        message = {"role": "assistant", "content": answer.text}
+        message: Json = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [_call(call) for call in answer.calls]
         choice = {"index": 0, "message": message, "finish_reason": done.finish} | _ids(answer)
         return self._object("chat.completion", [choice]) | _costs(done) | _failure(done)
 
@@ -65,7 +69,12 @@ class ChatReply:
 
     def piece(self, piece: Piece) -> Json:
         """See `Reply.piece`."""
-        return self._chunk({"content": piece.text}, piece=piece)
+        delta: Json = {"content": piece.text}
+        if piece.reasoning:
+            delta = {"reasoning_content": piece.reasoning}
+        elif piece.calls:
+            delta = {"tool_calls": [{"index": call.index} | _call(call) for call in piece.calls]}
+        return self._chunk(delta, piece=piece)
 
     def closing(self, done: Done) -> Json:
         """See `Reply.closing`."""
@@ -127,7 +136,7 @@ class CompletionReply:
 
 def usage_of(tally: Tally) -> Json:
     """Return the `usage` object (section 1.10)."""
-    return {
+    usage: Json = {
         "prompt_tokens": tally.n_prompt,
         "completion_tokens": tally.n_completion,
         "total_tokens": tally.n_prompt + tally.n_completion,
@@ -136,6 +145,9 @@ def usage_of(tally: Tally) -> Json:
             "cache_write_tokens": tally.n_prompt - tally.n_cached,
         },
     }
+    if tally.n_reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": tally.n_reasoning}
+    return usage
 
 
 def timings_of(tally: Tally) -> Json:
@@ -161,6 +173,11 @@ def rate(n_tokens: int, seconds: float) -> float:
 
 def _object(name: str, kind: str, created: int, model: str, choices: list[Json]) -> Json:
     return {"id": name, "object": kind, "created": created, "model": model, "choices": choices}
+
+
+def _call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _ids(piece: Piece) -> Json:

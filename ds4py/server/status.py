@@ -12,7 +12,10 @@ from ds4py.contracts import Backend, Health, ModelCard, StageStatus
 from ds4py.server.openai import Json, rate
 
 _CREATED = 1767225600  # a constant, as in ds4
-_SUPPORTED = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream"]
+_SUPPORTED = [
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream"),
+    *("tools", "tool_choice", "reasoning_effort"),
+]
 
 
 def served_name(card: ModelCard, config: ServerConfig) -> str:

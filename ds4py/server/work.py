@@ -1,13 +1,15 @@
 """What a generation thread does for one request.
 
-Owns: `Order` in, `Started`, `Piece` and `Done` out; the meeting of session, sampler and text
-stream; the request's tally. Refuses to know: the event loop, HTTP, JSON. Invariant: the session is
-given back before `perform` returns or raises, and text after a stop string is never emitted.
+Owns: `Order` in, `Started`, `Piece` and `Done` out; the meeting of session, sampler and text; the
+ids of calls; the request's tally. Refuses to know: the event loop, HTTP, JSON. Invariant: the
+session is given back before `perform` returns or raises, and text after a stop string or after a
+block of calls is never emitted.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,12 +21,14 @@ from ds4py.errors import CancelledError, Ds4Error, LocalProtocolError
 from ds4py.generation.loop import Finished, FinishReason, Prefilled, Step, Token, generate
 from ds4py.generation.sampling import Sampler
 from ds4py.server.prompts import TextStack
+from ds4py.text.reasoning import Delta
+from ds4py.text.reply import ReplySplitter
 from ds4py.text.stream import TextStream
 from ds4py.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-Finish = Literal["stop", "length", "error"]
+Finish = Literal["stop", "length", "tool_calls", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ class Order:
         sampling: How tokens are chosen.
         stop: Texts that end the answer.
         max_tokens: Most tokens to generate; 0 only evaluates the prompt.
+        thinking: The prompt opened the reasoning, which is to be told apart from the answer.
+        calls: The answer ends with its first block of calls, which is to be read.
         token_ids: Report every sampled token id, also of tokens that show no text yet.
         progress: Report how much of the prompt is evaluated.
     """
@@ -44,6 +50,8 @@ class Order:
     sampling: SamplingParams
     stop: tuple[str, ...]
     max_tokens: int
+    thinking: bool = False
+    calls: bool = False
     token_ids: bool = False
     progress: bool = False
 
@@ -56,6 +64,7 @@ class Tally:
         n_prompt: Tokens of the prompt.
         n_cached: Leading prompt tokens that were not evaluated again.
         n_completion: Sampled tokens, shown or not, without the end token.
+        n_reasoning: Those of them before the answer, but for a few that stop texts held back.
         prefill_seconds: From the lease of a session to the first logits.
         decode_seconds: From there to the end.
     """
@@ -63,6 +72,7 @@ class Tally:
     n_prompt: int = 0
     n_cached: int = 0
     n_completion: int = 0
+    n_reasoning: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -86,16 +96,39 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some text, never half a character and never part of a stop string.
+class Call:
+    """A tool that the model asks its client to call.
 
     Args:
-        text: May be empty if there are tokens.
+        index: Place among the calls of the reply.
+        id: What the client names when it returns the result.
+        name: The tool.
+        arguments: JSON text of an object.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of the reply; an event carries answer, reasoning or calls, never two of them.
+
+    Texts are never half a character and never part of a stop string.
+
+    Args:
+        text: Of the answer. May be empty if there are tokens.
         tokens: Ids sampled since the last piece, if the order asks for them.
+        reasoning: Text of the reasoning.
+        calls: Whole calls, behind all text.
     """
 
     text: str
     tokens: tuple[int, ...] = ()
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +189,12 @@ class _Run:
         self._emit = emit
         self._tokenizer = tokenizer
         self._text = TextStream(order.stop)
+        self._parts = ReplySplitter(thinking=order.thinking, calls=order.calls)
         self._began = time.monotonic()
         self._prefilled: float | None = None
         self._n_cached = 0
         self._n_completion = 0
+        self._n_reasoning = 0
 
     def drive(self, session: Session, cancelled: Cancelled) -> Done:
         """Generate on a leased session; see `Performer.perform`."""
@@ -190,25 +225,43 @@ class _Run:
                     self._n_cached = event.n_cached
                     self._emit(Started())
                 case Token():
-                    self._n_completion += 1
-                    text = self._text.push(self._tokenizer.token_bytes(event.id))
-                    self._show(text, (event.id,) if self._order.token_ids else ())
-                    if self._text.stopped:
-                        return "stop"
+                    self._take(event.id)
+                    if self._text.stopped or self._parts.complete:
+                        return self._end("stop")
                 case Finished(reason=FinishReason.CANCELLED):
                     raise CancelledError("the request was cancelled")
                 case Finished(reason=reason):
-                    self._show(self._text.finish())
-                    by_text = self._text.stopped or reason is FinishReason.STOP
-                    return "stop" if by_text else "length"
+                    self._show(self._parts.push(self._text.finish()))
+                    ended = reason is FinishReason.STOP and not self._text.stopped
+                    stopped = self._text.stopped or ended
+                    return self._end("stop" if stopped else "length", ended=ended)
         raise LocalProtocolError("a generation ended without saying why")
 
     def _report(self, n_done: int, n_prompt: int) -> None:
         self._emit(Prefilling(n_done, n_prompt))
 
-    def _show(self, text: str, tokens: tuple[int, ...] = ()) -> None:
-        if text or tokens:
-            self._emit(Piece(text, tokens))
+    def _take(self, token: int) -> None:
+        """Count a sampled token and show what it makes certain."""
+        self._n_completion += 1
+        self._n_reasoning += self._parts.thinking
+        text = self._text.push(self._tokenizer.token_bytes(token))
+        self._show(self._parts.push(text), (token,) if self._order.token_ids else ())
+
+    def _show(self, delta: Delta, tokens: tuple[int, ...] = ()) -> None:
+        if delta.reasoning:
+            self._emit(Piece("", tokens, reasoning=delta.reasoning))
+            tokens = ()
+        if delta.content or tokens:
+            self._emit(Piece(delta.content, tokens))
+
+    def _end(self, finish: Finish, *, ended: bool = False) -> Finish:
+        """Show what was held back, and the calls; `ended` tells that the model itself stopped."""
+        delta, calls = self._parts.finish(ended=ended)
+        self._show(delta)
+        for index, call in enumerate(calls):
+            name = f"call_{secrets.token_hex(16)}"
+            self._emit(Piece("", calls=(Call(index, name, call.name, call.arguments),)))
+        return "tool_calls" if calls else finish
 
     def _tally(self) -> Tally:
         now = time.monotonic()
@@ -217,6 +270,7 @@ class _Run:
             n_prompt=len(self._order.prompt),
             n_cached=self._n_cached,
             n_completion=self._n_completion,
+            n_reasoning=self._n_reasoning,
             prefill_seconds=prefilled - self._began,
             decode_seconds=now - prefilled,
         )

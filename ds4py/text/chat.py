@@ -1,8 +1,9 @@
-"""Messages to prompt: the chat template of a GGUF file, or a plain format in its place.
+"""Messages to prompt: what any chat format does, and the chat template of a GGUF file.
 
-Owns: what a template gets to see, what happens when it is missing or fails, and BOS. Refuses to
-know: HTTP, sessions, and how templates are run within limits (`sandbox`). Invariant: every list of
-messages gives a prompt or a `RequestError`; a bad template never stops the server.
+Owns: the protocol `Chat`; what a template gets to see, what happens when it is missing or fails,
+and BOS. Refuses to know: HTTP, sessions, and how templates are run within limits (`sandbox`).
+Invariant: every list of messages gives a prompt or a `RequestError`; a bad template never stops the
+server.
 
 The fallback is ChatML when the vocabulary has `<|im_start|>` and `<|im_end|>`, otherwise lines of
 `role: text`. It is used for every prompt if the template is missing or does not compile, and for a
@@ -13,15 +14,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
+
+import msgspec
 
 from ds4py.errors import RequestError
 from ds4py.gguf.kinds import MetaValue
 from ds4py.gguf.metadata import Metadata
+from ds4py.text.reasoning import THINK_END
 from ds4py.text.sandbox import BoundedTemplate, TemplateFailedError, TemplateRefusalError
 from ds4py.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+
+_THINK: Final = b"<think>"
+_TAIL: Final = 16
+"""Tokens at the end of a prompt among which an opening think tag is searched."""
 
 Message = Mapping[str, object]
 """One message as clients send it: `role`, `content`, and whatever else a template may know."""
@@ -30,23 +38,40 @@ Message = Mapping[str, object]
 class Chat(Protocol):
     """How one model wants conversations written; safe to use from several threads."""
 
+    @property
+    def default_system(self) -> str:
+        """System text that a terminal chat begins with if its user names none; may be empty."""
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the model calls tools in the markup that `toolcalls` reads."""
+
     def render_ids(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        **variables: object,
+        think: str | None = None,
+        tools: Sequence[str] = (),
     ) -> list[int]:
         """Return the prompt of a conversation as token ids.
 
         Args:
-            messages: In order.
+            messages: In order, as OpenAI clients send them; the arguments of past calls are JSON
+                texts.
             add_generation_prompt: End with the opening of the assistant's turn.
-            variables: What else the model's format may know, such as `tools`.
+            think: A word of `ds4py.text.deepseek4.EFFORTS`; None leaves it to the model's format.
+            tools: Those on offer, each the JSON text of an object.
 
         Raises:
             RequestError: The format has no place for these messages or values.
         """
+
+    def completion_ids(self, prompt: str, *, think: str | None = None) -> list[int]:
+        """Return the token ids of a bare text that the model shall continue or answer."""
+
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Tell whether a reply to these token ids begins inside the reasoning."""
 
 
 class ChatTemplate:
@@ -98,20 +123,35 @@ class ChatTemplate:
         """Whether there is no usable template, so that every prompt has the fallback format."""
         return self._template is None
 
+    @property
+    def default_system(self) -> str:
+        """See `Chat.default_system`: templates bring their own."""
+        return ""
+
+    @property
+    def writes_calls(self) -> bool:
+        """See `Chat.writes_calls`: every family has its own markup."""
+        return False
+
     def render(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        think: str | None = None,
+        tools: Sequence[str] = (),
         **variables: object,
     ) -> str:
         """Return the prompt text of a conversation.
 
         Args:
             messages: In order. A missing role means "user"; content is a text, null, or a list of
-                parts whose `text` values are joined; other content counts as empty.
+                parts whose `text` values are joined; other content counts as empty. Arguments of
+                past calls reach the template as values.
             add_generation_prompt: End with the opening of the assistant's turn.
-            variables: Further values for the template, such as `enable_thinking` or `tools`.
+            think: The template sees it as `enable_thinking`; None defines nothing.
+            tools: JSON texts; the template sees values, or none.
+            variables: Further values for the template.
 
         Raises:
             RequestError: The template refuses the messages; its words are the message.
@@ -120,8 +160,9 @@ class ChatTemplate:
         if self._template is None:
             return self._fallback(plain, add_generation_prompt=add_generation_prompt)
         given = {
-            "tools": None,
+            "tools": [_value(tool) for tool in tools] or None,
             "documents": None,
+            **({} if think is None else {"enable_thinking": think != "none"}),
             **self._token_names,
             **variables,
             "messages": plain,
@@ -140,6 +181,8 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        think: str | None = None,
+        tools: Sequence[str] = (),
         **variables: object,
     ) -> list[int]:
         """Return the prompt of a conversation as token ids; takes and raises what `render` does.
@@ -147,8 +190,31 @@ class ChatTemplate:
         Control tokens spelled anywhere in the prompt, user content included, become those tokens.
         BOS stands in front exactly once if the template writes it or the model asks for it.
         """
-        text = self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        text = self.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            think=think,
+            tools=tools,
+            **variables,
+        )
         return self._tokenizer.prompt_ids(text)
+
+    def completion_ids(self, prompt: str, *, think: str | None = None) -> list[int]:
+        """Return the ids of a text to continue as it is; `think` has no place in it.
+
+        Its control tokens are recognised, and BOS stands in front where the model wants one: that
+        is what users of the OpenAI endpoint expect of a base model.
+        """
+        del think
+        return self._tokenizer.prompt_ids(prompt)
+
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """See `Chat.opens_reasoning`.
+
+        A closing tag that is a control token never shows in a text, so nothing could be told apart.
+        """
+        end = self._tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
+        return end.endswith(_THINK) and THINK_END not in self._tokenizer.special_ids
 
     def _plain(self, message: Message) -> dict[str, object]:
         role = message.get("role")
@@ -156,7 +222,11 @@ class ChatTemplate:
             role = "user"
         elif role == "developer" and not self._knows_developer:
             role = "system"
-        return {**message, "role": role, "content": text_of(message.get("content"))}
+        plain = {**message, "role": role, "content": text_of(message.get("content"))}
+        calls = message.get("tool_calls")
+        if isinstance(calls, list | tuple):
+            plain["tool_calls"] = [_with_values(call) for call in calls]
+        return plain
 
     def _fallback(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool
@@ -186,3 +256,21 @@ def text_of(content: object) -> str:
         return ""
     texts = (part.get("text") for part in content if isinstance(part, Mapping))
     return "".join(text for text in texts if isinstance(text, str))
+
+
+def _with_values(call: object) -> object:
+    """Return a past call as templates expect it: arguments as values instead of their JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    value = _value(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def _value(text: str) -> object:
+    """Return what a JSON text says, or the text if it says nothing."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return text

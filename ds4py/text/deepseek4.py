@@ -71,6 +71,9 @@ class DeepSeek4Chat:
         ModelError: A marker is not in the vocabulary.
     """
 
+    default_system: Final = DEFAULT_SYSTEM
+    writes_calls: Final = True
+
     def __init__(self, tokenizer: Tokenizer, n_ctx: int, *, spelled_markers: bool = False) -> None:
         self._tokenizer = tokenizer
         self._n_ctx = n_ctx
@@ -131,6 +134,15 @@ class DeepSeek4Chat:
         if self._spelled_markers:
             return self._tokenizer.encode("".join(parts), special=True)
         return self.encode(parts)
+
+    def completion_ids(self, prompt: str, *, think: str | None = None) -> list[int]:
+        """Return the ids of a bare prompt: as in ds4, a user's turn behind `DEFAULT_SYSTEM`."""
+        system = {"role": "system", "content": DEFAULT_SYSTEM}
+        return self.render_ids([system, {"role": "user", "content": prompt}], think=think)
+
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Tell whether a reply to these token ids begins inside the reasoning."""
+        return bool(prompt) and prompt[-1] == self._ids[Marker.THINK]
 
     def encode(self, parts: Iterable[Part]) -> list[int]:
         """Return the ids of a prompt in parts; text that no marker divides is tokenized as one."""

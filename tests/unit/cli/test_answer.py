@@ -26,6 +26,28 @@ def test_text_goes_to_stdout_and_figures_to_stderr(capsys) -> None:
     )
 
 
+def test_reasoning_is_plain_in_a_file_and_the_answer_begins_on_its_own_line(capsys) -> None:
+    said = [
+        Piece(reasoning="h"),
+        Piece("", (1,)),
+        Piece(reasoning="m"),
+        Piece("Yes", (2,)),
+        Piece(),
+    ]
+    show(iter([*said, Piece("!", (3,))]), ids_only=False)
+    assert capsys.readouterr().out == "hm\nYes!\n"
+    show(iter([Piece("Yes", (), "hm")]), ids_only=False)
+    assert capsys.readouterr().out == "hm\nYes\n"
+    show(iter([Piece(reasoning="hm")]), ids_only=False)
+    assert capsys.readouterr().out == "hm\n"
+
+
+def test_reasoning_is_dim_on_a_terminal(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show(iter([Piece(reasoning="hm"), Piece("Yes")]), ids_only=False)
+    assert capsys.readouterr().out == "\x1b[2mhm\x1b[0m\nYes\n"
+
+
 def test_ids_are_separated_by_commas(capsys) -> None:
     show(iter([Piece("a", (1, 2)), Piece("", ()), Piece("b", (3,))]), ids_only=True)
     assert capsys.readouterr().out == "1,2,3\n"

@@ -8,14 +8,17 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
-from ds4py.cli import remote
+from ds4py.cli import exits, remote
 from ds4py.cli.answer import Figures, Piece, Prefill, Question
+from ds4py.cli.client import client
 from ds4py.cli.remote import ask
 from ds4py.config import Address
 from ds4py.errors import ConnectError, PeerClosedError, RequestError, TransportTimeoutError
+from ds4py.text.deepseek4_tokens import Marker
 
 QUESTION = Question(text="Hi", ids=None, system="", raw=False, max_tokens=None, sampling={})
 
@@ -146,7 +149,9 @@ def test_an_answer_streams_as_pieces_and_figures() -> None:
                 "temperature": 0.0,
             },
         ),
-        ({"raw": True}, False, "/v1/completions", {"prompt": "Hi"}),
+        ({"raw": True}, False, "/v1/completions", {"prompt": "Hi", "raw": True}),
+        ({"system": None}, False, "/v1/chat/completions", {"default_system": True}),
+        ({"think": "max"}, False, "/v1/chat/completions", {"reasoning_effort": "max"}),
         (
             {"text": None, "ids": (1, 2)},
             True,
@@ -156,12 +161,65 @@ def test_an_answer_streams_as_pieces_and_figures() -> None:
     ],
 )
 def test_what_is_asked(question, want_ids, path, fields) -> None:
-    from dataclasses import replace
-
     _, server = answer_to(replace(QUESTION, **question), stream(), want_ids=want_ids)
     assert server.path == path
     for name, value in fields.items():
         assert server.body[name] == value
+
+
+def test_reasoning_comes_apart_from_the_text() -> None:
+    thinking = {"choices": [{"delta": {"reasoning_content": "hm"}, "token_ids": [3]}]}
+    events, _ = answer_to(QUESTION, stream(thinking, delta("</think>yes", "stop"), USAGE))
+    assert events[:-1] == [Piece("", (3,), "hm"), Piece("</think>yes")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [("<think>", "hm", "yes"), ("<think>\n", "hm", "yes"), ("x", "", "hm</think>yes")],
+)
+def test_the_text_of_a_whole_prompt_is_taken_apart_here(text, reasoning, answer) -> None:
+    chunks = [{"choices": [{"text": piece}]} for piece in ("hm</th", "ink>", "yes")]
+    end = {"choices": [{"text": "", "finish_reason": "stop"}]}
+    question = replace(QUESTION, text=text, raw=True)
+    events, _ = answer_to(question, stream(*chunks, end, USAGE))
+    pieces = [event for event in events if isinstance(event, Piece)]
+    assert "".join(piece.reasoning for piece in pieces) == reasoning
+    assert "".join(piece.text for piece in pieces) == answer
+
+
+def test_reasoning_without_an_end_is_shown_to_its_last_character() -> None:
+    end = {"choices": [{"text": "hm</thi", "finish_reason": "length"}]}
+    events, _ = answer_to(replace(QUESTION, text="<think>", raw=True), stream(end, USAGE))
+    assert events[0] == Piece("", (), "hm</thi")
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "fields"),
+    [
+        ("", "/v1/chat/completions", {"default_system": True}),
+        ("--system=", "/v1/chat/completions", {}),
+        ("--system=s --think", "/v1/chat/completions", {"reasoning_effort": "high"}),
+        ("--system=s --think-max --nothink", "/v1/chat/completions", {"reasoning_effort": "none"}),
+        ("--system=s --nothink --think-max", "/v1/chat/completions", {"reasoning_effort": "max"}),
+        ("--raw --think", "/v1/completions", {"raw": True}),
+    ],
+)
+def test_flags_of_the_program_become_fields(flags, path, fields) -> None:
+    with serving(stream(delta("a"), USAGE)) as server:
+        args = ["--host", str(server.address), "-p", "Hi", *flags.split()]
+        assert exits.exit_status(client, "ds4py-cli", args) == exits.OK
+    assert server.path == path
+    told = {"default_system", "reasoning_effort", "raw"} & server.body.keys()
+    assert {name: server.body[name] for name in told} == fields
+
+
+def test_a_prompt_that_begins_with_the_first_token_is_a_whole_one() -> None:
+    text = f"{Marker.BOS}{Marker.USER}Hi"
+    with serving(stream(delta("a"), USAGE)) as server:
+        args = ["--host", str(server.address), "-p", text]
+        assert exits.exit_status(client, "ds4py-cli", args) == exits.OK
+    assert server.path == "/v1/completions"
+    assert (server.body["prompt"], server.body["raw"]) == (text, True)
 
 
 @pytest.mark.parametrize(

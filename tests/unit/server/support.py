@@ -62,11 +62,19 @@ def client(fake: FakeBackend, *, n_sessions: int = 1, **config) -> Iterator[http
 
 @contextmanager
 def server(
-    fake: FakeBackend, *, n_sessions: int = 1, listen: bool = True, **config
+    fake: FakeBackend,
+    *,
+    text: TextStack | None = None,
+    n_sessions: int = 1,
+    listen: bool = True,
+    **config,
 ) -> Iterator[tuple[HttpServer, int]]:
     """A real server and its loopback port."""
     app = create_app(
-        fake, text_stack(), ServerConfig(**{"sampling": GREEDY, **config}), n_sessions=n_sessions
+        fake,
+        text or text_stack(),
+        ServerConfig(**{"sampling": GREEDY, **config}),
+        n_sessions=n_sessions,
     )
     http = HttpServer(app)
     listener = socket.create_server(("127.0.0.1", 0))

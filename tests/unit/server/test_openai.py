@@ -1,10 +1,12 @@
 """Reply shapes: exactly the keys of docs/spec/server-and-cli.md 1.10 to 1.12."""
 
+from dataclasses import replace
+
 import pytest
 
 from ds4py.errors import RemoteWorkError
 from ds4py.server.openai import ChatReply, CompletionReply, rate, timings_of, usage_of
-from ds4py.server.work import Done, Piece, Tally
+from ds4py.server.work import Call, Done, Piece, Tally
 
 TALLY = Tally(n_prompt=10, n_cached=4, n_completion=3, prefill_seconds=0.5, decode_seconds=0.25)
 DONE = Done(finish="stop", tally=TALLY)
@@ -20,6 +22,34 @@ def test_usage_counts_cached_and_written_tokens():
         "total_tokens": 13,
         "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 6},
     }
+
+
+def test_usage_tells_the_tokens_of_the_reasoning():
+    usage = usage_of(replace(TALLY, n_reasoning=2))
+    assert usage == usage_of(TALLY) | {"completion_tokens_details": {"reasoning_tokens": 2}}
+
+
+def test_reasoning_and_calls_stand_beside_the_content():
+    calls = (Call(0, "call_1", "f", '{"a":1}'), Call(1, "call_2", "g", "{}"))
+    done = replace(DONE, finish="tool_calls")
+    (choice,) = CHAT.whole(Piece("", reasoning="hm", calls=calls), done)["choices"]
+    listed = [
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}},
+        {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": listed,
+    }
+    assert choice["finish_reason"] == "tool_calls"
+    pieces = [Piece("", reasoning="hm"), Piece("", calls=calls[:1]), Piece("", calls=calls[1:])]
+    assert [CHAT.piece(piece)["choices"][0]["delta"] for piece in pieces] == [
+        {"reasoning_content": "hm"},
+        {"tool_calls": [{"index": 0, **listed[0]}]},
+        {"tool_calls": [{"index": 1, **listed[1]}]},
+    ]
 
 
 def test_timings_leave_cached_tokens_out():

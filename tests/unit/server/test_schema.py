@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.schema import Message, read_chat, read_completion
+from ds4py.server.schema import Message, PastCall, read_chat, read_completion
 
 DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
 HI = [{"role": "user", "content": "hi"}]
@@ -53,6 +53,7 @@ def test_every_field_is_read():
 def test_null_means_absent_for_every_field():
     names = ["model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"]
     names += ["min_p", "seed", "stop", "stream", "stream_options", "tools", "reasoning_effort"]
+    names += ["think", "thinking", "chat_template_kwargs", "tool_choice", "default_system"]
     assert chat(**dict.fromkeys(names)) == chat()
     assert chat(stream_options={"include_usage": None}) == chat()
 
@@ -194,7 +195,9 @@ def test_what_is_no_json_object_is_refused(body):
     [
         ("model", 5), ("max_tokens", "5"), ("max_tokens", [1]), ("temperature", "hot"),
         ("top_p", {}), ("top_k", True), ("seed", "x"), ("stop", 5), ("stop", {}),
-        ("stream", "yes"), ("stream", 1), ("stream_options", []),
+        ("stream", "yes"), ("stream", 1), ("stream_options", []), ("think", "yes"),
+        ("thinking", "enabled"), ("reasoning_effort", 3), ("tools", {}), ("tools", "none"),
+        ("chat_template_kwargs", []), ("default_system", "x"),
     ],
 )  # fmt: skip
 def test_wrong_types_name_the_field(field, value):
@@ -256,6 +259,117 @@ def test_lone_surrogates_become_replacement_characters(escaped, text):
     assert read_chat(body, DEFAULTS).messages[0].content == text
 
 
+@pytest.mark.parametrize(
+    ("fields", "think"),
+    [
+        ({}, None),
+        ({"think": True}, "high"),
+        ({"think": False}, "none"),
+        ({"thinking": True}, "high"),
+        ({"thinking": False}, "none"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "high"),
+        ({"thinking": {"type": "adaptive"}}, "high"),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "none"),
+        ({"chat_template_kwargs": {"enable_thinking": True, "more": 1}}, "high"),
+        ({"chat_template_kwargs": {}}, None),
+        ({"reasoning_effort": "minimal"}, "minimal"),
+        ({"reasoning_effort": "max"}, "max"),
+        ({"reasoning_effort": "none"}, "none"),
+        ({"model": "deepseek-chat"}, "none"),
+        ({"model": "deepseek-reasoner"}, "high"),
+        ({"model": "deepseek-v4-flash"}, None),
+        # an effort of none and a switch that is off win over everything
+        ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "none"),
+        ({"reasoning_effort": "max", "thinking": {"type": "disabled"}}, "none"),
+        ({"reasoning_effort": "max", "thinking": {"type": "enabled"}}, "max"),
+        # a model's name counts only if nothing else switches
+        ({"model": "deepseek-chat", "think": True}, "high"),
+        ({"model": "deepseek-reasoner", "think": False}, "none"),
+        ({"model": "deepseek-chat", "reasoning_effort": "max"}, "none"),
+        ({"model": "deepseek-reasoner", "reasoning_effort": "max"}, "max"),
+        # of several switches the last one
+        ({"think": True, "thinking": False}, "none"),
+        ({"thinking": False, "think": True}, "high"),
+        ({"think": False, "thinking": None}, "none"),
+        ({"chat_template_kwargs": {"enable_thinking": True}, "think": False}, "none"),
+        ({"think": False, "chat_template_kwargs": {"enable_thinking": True}}, "high"),
+    ],
+)
+def test_what_a_request_says_about_thinking(fields, think):
+    assert chat(**fields).options.think == think
+    assert completion(prompt="x", **fields).options.think == think
+
+
+def test_an_unknown_effort_is_refused():
+    error = refusal(json.dumps({"messages": HI, "reasoning_effort": "ultra"}).encode())
+    assert error.param == "reasoning_effort"
+    assert "got 'ultra', expected one of minimal, low" in error.message
+
+
+def test_tools_keep_the_clients_own_text():
+    tool = b'{ "type":"function",\t"function": {"name":"f", "x": 1.0e2, "y":"\\u00e9"} }'
+    body = b'{"messages":[{"content":"x"}],"tools":[' + tool + b', {"name":"g"}]}'
+    assert read_chat(body, DEFAULTS).tools == (tool.decode(), '{"name":"g"}')
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function"}, None, 5])
+def test_any_choice_but_none_offers_the_tools(choice):
+    assert chat(tools=[{"name": "f"}], tool_choice=choice).tools == ('{"name": "f"}',)
+    assert chat(tools=[{"name": "f"}, 7], tool_choice="none").tools == ()
+
+
+@pytest.mark.parametrize("tool", ["5", '"f"', "[]", "null"])
+def test_a_tool_that_is_no_object_is_refused(tool):
+    body = b'{"messages":[{"content":"x"}],"tools":[{}, %s]}' % tool.encode()
+    error = refusal(body)
+    assert error.param == "tools[1]"
+    assert error.message.endswith("expected a JSON object")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b'"tools":[{"name":"\xff"}]',
+        b'"messages":[{"tool_calls":[{"function":{"name":"f","arguments":"\xff"}}]}]',
+        b'"messages":[{"tool_calls":[{"function":{"name":"f","arguments":{"a":"\xff"}}}]}]',
+    ],
+)
+def test_raw_json_that_is_not_utf8_is_refused(field):
+    assert "UTF-8" in refusal(b'{"messages":[{"content":"x"}],' + field + b"}").message
+
+
+def test_everything_of_an_assistants_turn_is_read():
+    body = rb"""{"messages":[{"role":"assistant","content":null,
+        "reasoning_content":"hm","refusal":null,"tool_calls":[
+        {"id":"c1","type":"function","function":{"name":"f","arguments":"{\"a\": \u0031}"}},
+        {"id":null,"function":{"name":"g","arguments":{"b" : 1.0}}},
+        {"id":"c3","function":{"name":"no arguments"}},
+        {"id":"c4","function":{"name":"null","arguments":null}},
+        {"id":"c5","function":{"arguments":"no name"}},
+        {"id":"c6"}]}]}"""
+    assert read_chat(body, DEFAULTS).messages == (
+        Message(
+            "assistant",
+            "",
+            reasoning="hm",
+            calls=(PastCall("c1", "f", '{"a": 1}'), PastCall("", "g", '{"b" : 1.0}')),
+        ),
+    )
+
+
+def test_a_tools_answer_names_its_call():
+    body = b'{"messages":[{"role":"tool","tool_call_id":"c1","content":"x"}]}'
+    assert read_chat(body, DEFAULTS).messages == (Message("tool", "x", call_id="c1"),)
+
+
+def test_what_ds4py_adds():
+    assert not chat().default_system
+    assert chat(default_system=True).default_system
+    assert not completion(prompt="x").raw
+    assert completion(prompt="x", raw=True).raw
+
+
 def test_too_many_stop_texts_are_refused():
     assert (
         "at most 1024"
@@ -285,6 +399,7 @@ _json = st.recursive(
     max_leaves=5,
 )
 _FIELDS = ["messages", "prompt", "max_tokens", "temperature", "top_k", "seed", "stop", "stream"]
+_FIELDS += ["think", "thinking", "reasoning_effort", "chat_template_kwargs", "tools", "tool_choice"]
 
 
 @given(st.dictionaries(st.sampled_from(_FIELDS), _json))

@@ -10,8 +10,12 @@ from tests.unit.server.support import EOS, GREEDY, backend, script, text_stack
 PROMPT = (10, 11, 12)
 
 
-def order(prompt=PROMPT, sampling=GREEDY, stop=(), max_tokens=100):
-    return Order(prompt=prompt, sampling=sampling, stop=stop, max_tokens=max_tokens)
+BLOCK = """<tool_calls><invoke name="f"><parameter name="a" string="false">1</parameter></invoke>
+<invoke name="g"></invoke></tool_calls>"""
+
+
+def order(prompt=PROMPT, sampling=GREEDY, stop=(), max_tokens=100, **parts):
+    return Order(prompt=prompt, sampling=sampling, stop=stop, max_tokens=max_tokens, **parts)
 
 
 def perform(fake, asked, cancelled=lambda: False):
@@ -30,6 +34,106 @@ def test_an_answer_starts_with_the_prompt_and_ends_at_the_end_token():
     assert shown(events) == "Hello"
     assert (done.finish, done.error) == ("stop", None)
     assert (done.tally.n_prompt, done.tally.n_cached, done.tally.n_completion) == (3, 0, 5)
+
+
+def thought(events):
+    return "".join(event.reasoning for event in events if isinstance(event, Piece))
+
+
+def called(events):
+    return [call for event in events if isinstance(event, Piece) for call in event.calls]
+
+
+def test_reasoning_comes_apart_and_is_counted():
+    events, done = perform(backend("hm</think>Hi"), order(thinking=True))
+    assert (thought(events), shown(events), done.finish) == ("hm", "Hi", "stop")
+    assert (done.tally.n_completion, done.tally.n_reasoning) == (12, 10)
+    assert "<" not in "".join(e.text + e.reasoning for e in events if isinstance(e, Piece))
+
+
+def test_reasoning_that_never_ends_is_no_answer():
+    events, done = perform(backend("hm</thi"), order(thinking=True))
+    assert (thought(events), shown(events), done.finish) == ("hm</thi", "", "stop")
+    events, done = perform(backend("hm</think>Hi"), order(thinking=True, max_tokens=5))
+    assert (thought(events), shown(events), done.finish) == ("hm</t", "", "length")
+    assert done.tally.n_reasoning == 5
+
+
+def test_without_reasoning_tags_are_text():
+    events, done = perform(backend("hm</think>Hi"), order())
+    assert (thought(events), shown(events)) == ("", "hm</think>Hi")
+    assert done.tally.n_reasoning == 0
+
+
+def test_a_token_of_reasoning_and_answer_makes_two_pieces():
+    """A stop text holds back until the end tag, too, is in the same push."""
+    asked = order(thinking=True, stop=("Hi there!",))
+    events, _ = perform(backend("hm</think>Hi there"), asked)
+    assert all(not (event.text and event.reasoning) for event in events[1:])
+    assert (thought(events), shown(events)) == ("hm", "Hi there")
+
+
+def test_stop_texts_are_searched_in_reasoning_too():
+    events, done = perform(backend("hm so</think>Hi"), order(thinking=True, stop=(" s",)))
+    assert (thought(events), shown(events), done.finish) == ("hm", "", "stop")
+
+
+def test_what_was_held_back_is_shown_when_a_stop_text_ends_the_answer():
+    events, done = perform(backend("a <too END"), order(calls=True, stop=("END",)))
+    assert (shown(events), done.finish) == ("a <too ", "stop")
+
+
+def test_calls_end_the_work():
+    fake = backend(f"hm</think>Yes.\n\n{BLOCK} and more")
+    events, done = perform(fake, order(thinking=True, calls=True, max_tokens=250))
+    assert (thought(events), shown(events), done.finish) == ("hm", "Yes.", "tool_calls")
+    first, second = called(events)
+    assert (first.name, first.arguments, second.name, second.arguments) == (
+        *("f", '{"a":1}'),
+        *("g", "{}"),
+    )
+    assert (first.index, second.index) == (0, 1)
+    assert first.id != second.id
+    assert all(len(c.id) == 37 and c.id.startswith("call_") for c in (first, second))
+    assert [event.calls for event in events[-2:]] == [(first,), (second,)]
+    assert done.tally.n_completion == len(f"hm</think>Yes.\n\n{BLOCK}")
+
+
+def test_a_block_that_its_model_left_open_is_closed():
+    events, done = perform(backend(BLOCK[:-10]), order(calls=True, max_tokens=250))
+    assert [call.name for call in called(events)] == ["f", "g"]
+    assert done.finish == "tool_calls"
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": len(BLOCK) - 1}, {"stop": ("</tool_calls",)}])
+def test_a_block_that_was_cut_off_calls_nothing(limit):
+    asked = order(calls=True, **{"max_tokens": 250, **limit})
+    events, done = perform(backend(f"So {BLOCK}"[3:]), asked)
+    assert (called(events), shown(events)) == ([], "")
+    assert done.finish == ("stop" if asked.stop else "length")
+
+
+@pytest.mark.parametrize("says", ["<tool_calls>nonsense</tool_calls>", "<tool_calls>nonsense"])
+def test_a_block_that_can_not_be_read_is_text(says):
+    events, done = perform(backend(says), order(calls=True))
+    assert (called(events), shown(events), done.finish) == ([], says, "stop")
+
+
+def test_calls_that_were_not_asked_for_are_text():
+    events, done = perform(backend(BLOCK), order(max_tokens=250))
+    assert (shown(events), done.finish) == (BLOCK, "stop")
+
+
+def test_calls_in_reasoning_are_reasoning():
+    events, done = perform(backend(BLOCK), order(thinking=True, calls=True, max_tokens=250))
+    assert (thought(events), called(events), done.finish) == (BLOCK, [], "stop")
+
+
+def test_every_token_is_reported_once():
+    says = f"hm</think>Yes. {BLOCK}"
+    asked = order(thinking=True, calls=True, token_ids=True, max_tokens=250)
+    events, _ = perform(backend(says), asked)
+    assert [token for event in events[1:] for token in event.tokens] == script(says, end=False)
 
 
 def test_the_session_is_given_back():

@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 
 from ds4py.errors import RequestError
@@ -151,3 +152,80 @@ def test_bos_stands_in_front_once_whoever_writes_it(source: str) -> None:
 def test_bos_of_the_template_is_kept_though_the_file_does_not_ask_for_it() -> None:
     assert template("{{ bos_token }}", add_bos_token=False).render_ids([]) == [1]
     assert template("x", add_bos_token=False).render_ids([]) == bpe().encode("x", special=True)
+
+
+@pytest.mark.parametrize(
+    ("think", "seen"), [(None, ""), ("none", "False"), ("low", "True"), ("max", "True")]
+)
+def test_a_template_sees_whether_to_think_only_if_somebody_said_so(
+    think: str | None, seen: str
+) -> None:
+    assert template("{{ enable_thinking }}").render([], think=think) == seen
+
+
+def test_a_template_sees_tools_as_values() -> None:
+    chat = template(
+        "{% for tool in tools %}{{ tool.function.name }}={{ tool|tojson }};{% endfor %}"
+    )
+    tool = '{"type":"function", "function": {"name": "f", "more": 1e2}}'
+    assert chat.render([], tools=[tool]) == (
+        'f={"type": "function", "function": {"name": "f", "more": 100.0}};'
+    )
+    assert template("{{ tools is none }}").render([], tools=[]) == "True"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [('{"a": "b"}', "b"), ({"a": "b"}, "b"), ("{broken", ""), (None, "")],
+)
+def test_a_template_sees_the_arguments_of_past_calls_as_values(
+    arguments: object, seen: str
+) -> None:
+    chat = template("{{ messages[0].tool_calls[0].function.arguments.a }}")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert chat.render([{"role": "assistant", "tool_calls": [call]}]) == seen
+
+
+def test_calls_of_no_known_form_reach_the_template_as_they_are() -> None:
+    chat = template("{{ messages[0].tool_calls }}")
+    assert chat.render([{"role": "assistant", "tool_calls": [7, {"function": 8}]}]) == (
+        "[7, {'function': 8}]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "opened"),
+    [
+        ("<think>", True),
+        ("{{ 'a<think>\\n' }}", True),
+        ("<think></think>", False),
+        ("<think> a", False),
+        ("x", False),
+        ("", False),
+    ],
+)
+def test_a_prompt_that_ends_with_the_opening_tag_opens_the_reasoning(
+    source: str, opened: bool
+) -> None:
+    chat = template(source)
+    assert chat.opens_reasoning(chat.render_ids([])) == opened
+
+
+def test_reasoning_whose_end_no_text_would_show_is_not_told_apart() -> None:
+    metadata = bpe_metadata()
+    tokens, types = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+    metadata[tokens] = [*metadata[tokens], "</think>"]  # type: ignore[misc]
+    metadata[types] = np.append(metadata[types], 3)  # type: ignore[arg-type]
+    metadata["tokenizer.chat_template"] = "<think>"
+    chat = ChatTemplate.from_metadata(metadata, load_tokenizer(metadata))
+    assert not chat.opens_reasoning(chat.render_ids([]))
+
+
+def test_a_bare_prompt_is_continued_as_it_is() -> None:
+    chat = template("unused", add_bos_token=True)
+    assert chat.completion_ids("<|im_end|>hello", think="high") == [
+        1,
+        2,
+        *bpe().encode("hello", special=False),
+    ]
+    assert (chat.default_system, chat.writes_calls) == ("", False)

@@ -313,3 +313,21 @@ def test_the_architecture_decides_which_chat_a_file_has(caplog: pytest.LogCaptur
     assert isinstance(other, ChatTemplate)
     assert not other.is_fallback
     assert not caplog.records
+
+
+@pytest.mark.parametrize("think", [None, "high", "max", "none"])
+def test_a_bare_prompt_is_a_turn_behind_the_usual_system_text(think: str | None) -> None:
+    chat = tiny.chat()
+    messages = [message("system", "You are a helpful assistant"), message("user", "Hi <think>")]
+    ids = chat.completion_ids("Hi <think>", think=think)
+    assert ids == chat.render_ids(messages, think=think)
+    assert chat.opens_reasoning(ids) == (think != "none")
+
+
+def test_only_a_prompt_that_ends_with_the_opening_tag_opens_the_reasoning() -> None:
+    chat = tiny.chat()
+    assert not chat.opens_reasoning([])
+    assert not chat.opens_reasoning(chat.encode(["<think>"]))
+    assert not chat.opens_reasoning(chat.encode([Marker.THINK, "x"]))
+    answered = [message("user", "a"), message("assistant", "b")]
+    assert not chat.opens_reasoning(chat.render_ids(answered, think="high"))
