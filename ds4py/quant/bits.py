@@ -22,9 +22,9 @@ def _copied(blocks: torch.Tensor, start: int, size: int) -> torch.Tensor:
     return blocks[:, start : start + size].clone(memory_format=torch.contiguous_format)
 
 
-def halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the binary16 number at byte `start` of each block as float32 `[N, 1]`."""
-    return _copied(blocks, start, 2).view(torch.float16).to(torch.float32)
+def halves(blocks: torch.Tensor, start: int, count: int = 1) -> torch.Tensor:
+    """Return `count` binary16 numbers from byte `start` of each block as float32 `[N, count]`."""
+    return _copied(blocks, start, 2 * count).view(torch.float16).to(torch.float32)
 
 
 def words16(blocks: torch.Tensor, start: int, count: int) -> torch.Tensor:
@@ -38,16 +38,25 @@ def words32(blocks: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def planes(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Split bytes into fields, all lowest fields first: `[..., L]` -> `[..., 8 / width, L]`."""
-    packed = packed.contiguous()
-    mask = (1 << width) - 1
-    middle = [(packed >> shift) & mask for shift in range(width, 8 - width, width)]
-    parts = [packed & mask, *middle, packed >> (8 - width)]
-    if packed.device.type == "cpu" and packed.shape[-1] == 16:
-        # one 16-byte element a run: joining runs of 16 single bytes takes twice the time
+    """Split bytes into fields, all lowest fields first: `[..., L]` -> `[..., 8 / width, L]`.
+
+    `L` must be a multiple of four.
+    """
+    n_bytes = packed.shape[-1]
+    word = torch.int32 if n_bytes % 8 else torch.int64
+    words = packed.clone(memory_format=torch.contiguous_format).view(word)
+    # whole words are shifted, and what comes in from the byte above is masked out afterwards
+    parts = [words >> shift if shift else words for shift in range(0, 8, width)]
+    if packed.device.type == "cpu" and n_bytes % 16 == 0:
+        # short runs are joined fastest as the largest elements there are
         parts = [part.view(torch.complex128) for part in parts]
-    joined = torch.cat(parts, -1).view(torch.uint8)
-    return joined.view(*packed.shape[:-1], 8 // width, packed.shape[-1])
+    joined = torch.cat(parts, -1).view(word).bitwise_and_(_in_every_byte((1 << width) - 1, word))
+    return joined.view(torch.uint8).view(*packed.shape[:-1], 8 // width, n_bytes)
+
+
+def _in_every_byte(value: int, word: torch.dtype) -> int:
+    """Return a word whose bytes all have a value below 128."""
+    return int.from_bytes(bytes([value]) * word.itemsize, "little")
 
 
 def fields(packed: torch.Tensor, width: int) -> torch.Tensor:
@@ -65,6 +74,12 @@ def steps(words: torch.Tensor, width: int) -> torch.Tensor:
     """Split int32 words into their four lowest fields, lowest first: `[...]` -> `[..., 4]`."""
     shifts = table(_multiples, words.device, width)
     return (words.unsqueeze(-1) >> shifts) & ((1 << width) - 1)
+
+
+def septets(words: torch.Tensor) -> torch.Tensor:
+    """Give each of the four lowest 7-bit fields of int32 words a byte of its own."""
+    pairs = torch.add(words & 0x3FFF, words & 0x0FFFC000, alpha=4)
+    return torch.add(pairs & 0x7F007F, pairs & 0x3F803F80, alpha=2)
 
 
 def _multiples(width: int) -> torch.Tensor:

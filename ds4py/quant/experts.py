@@ -1,51 +1,76 @@
 """Products with one packed matrix per expert, for rows that are grouped by expert.
 
-Owns: grouping, and decoding only the experts that are used. Refuses to know: routing. Invariant:
-only packed bytes are kept; what is decoded at a time is one expert, or a bounded piece. On an
-accelerator nothing here makes the host wait.
+Owns: grouping, which product suits a device and a number of rows, decoding only what a product
+needs. Refuses to know: routing. Invariant: only packed bytes are kept; what is decoded at a time is
+a bounded piece, or one expert where that is larger. On an accelerator nothing here makes the host
+wait.
+
+| device      | rows                | product                                                     |
+|-------------|---------------------|-------------------------------------------------------------|
+| CPU         | any                 | one expert after the other, `one_by_one`; up to three rows  |
+|             |                     | of an expert in float32, in either precision                |
+| accelerator | fewer than experts  | each row's own matrix, `gathered`                           |
+| accelerator | more                | pieces of the experts and `torch`'s `grouped_mm`, `grouped` |
+
+`grouped_mm` keeps the host running for bfloat16 only, and is not in every torch that ds4py runs
+with; without it all rows are `gathered`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
+from typing import Final
 
 import torch
 from torch.nn.functional import linear
 
 from ds4py.quant.tensor import QuantTensor
 
+_CPU_PIECE_VALUES: Final = 1 << 20
+"""Weights decoded at once on the CPU: fewer show the fixed cost of some thirty operations, more
+leave the third-level cache."""
 
-@dataclass(frozen=True, slots=True)
+_DEVICE_PIECE_VALUES: Final = 1 << 26
+"""Weights decoded at once elsewhere: 256 MiB in float32, and about as much again while decoding."""
+
+_FEW_ROWS: Final = 3
+"""Rows of one expert for which the CPU multiplies float32 faster than it rounds to bfloat16."""
+
+Product = Callable[[torch.Tensor, "ExpertGroups", QuantTensor, torch.dtype], torch.Tensor]
+"""Rows `[M, K]`, their groups, the matrices `[X, N, K]`, precision -> float32 `[M, N]`."""
+
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
+
+
 class ExpertGroups:
     """Rows sorted by their expert.
 
     Args:
-        order: int64 `[M]`: the rows' numbers, expert by expert.
-        present: (expert, first, end) of every expert that has rows, in the sorted order.
+        experts: Every row's expert, integers `[M]`.
+        n_experts: Experts that there are, `X`.
     """
 
-    order: torch.Tensor
-    present: list[tuple[int, int, int]]
+    def __init__(self, experts: torch.Tensor, n_experts: int):
+        self.experts, self.order = experts.sort(stable=True)
+        numbers = torch.arange(n_experts, device=experts.device)
+        self.ends = torch.searchsorted(self.experts, numbers, right=True, out_int32=True)
 
-    @classmethod
-    def of(cls, experts: torch.Tensor, n_experts: int) -> ExpertGroups:
-        """Group rows by their expert's number, int64 `[M]`."""
-        order = experts.argsort(stable=True)
-        counts = experts.bincount(minlength=n_experts).tolist()
-        present, start = [], 0
-        for expert, count in enumerate(counts):
-            if count:
-                present.append((expert, start, start + count))
-            start += count
-        return cls(order, present)
+    @cached_property
+    def present(self) -> list[tuple[int, int, int]]:
+        """(expert, first row, end) of every expert that has rows; makes the host wait."""
+        ends = self.ends.tolist()
+        starts = [0, *ends[:-1]]
+        bounds = zip(range(len(ends)), starts, ends, strict=True)
+        return [(expert, start, end) for expert, start, end in bounds if start < end]
 
 
 class ExpertProduct:
     """The matrices of all experts for one place in the layer.
 
     Args:
-        tensor: `[X, N, K]`.
-        dtype: Type of inputs and results.
+        tensor: `[X, N, K]`; shared, not copied.
+        dtype: float32 for exactness, bfloat16 for speed.
     """
 
     def __init__(self, tensor: QuantTensor, dtype: torch.dtype):
@@ -53,8 +78,87 @@ class ExpertProduct:
         self._dtype = dtype
 
     def __call__(self, x: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
-        """Return `[M, N]` for rows `[M, K]` in the groups' order."""
-        y = x.new_empty((x.shape[0], self._tensor.shape[1]))
-        for expert, start, end in groups.present:
-            y[start:end] = linear(x[start:end], self._tensor.expert(expert).decode(self._dtype))
-        return y
+        """Return float32 `[M, N]` for float32 rows `[M, K]`, both in the groups' order."""
+        n_rows, n_experts = x.shape[0], self._tensor.shape[0]
+        product = choose(self._tensor.device, self._dtype, n_rows, n_experts)
+        return product(x, groups, self._tensor, self._dtype)
+
+
+def choose(device: torch.device, dtype: torch.dtype, n_rows: int, n_experts: int) -> Product:
+    """Return the product that suits; see the module's table."""
+    if device.type == "cpu":
+        return one_by_one
+    if n_rows < n_experts or _grouped_mm is None or dtype is not torch.bfloat16:
+        return gathered
+    return grouped
+
+
+def one_by_one(
+    x: torch.Tensor, groups: ExpertGroups, tensor: QuantTensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply the rows of one expert after the other; see `ExpertProduct`.
+
+    Large matrices are decoded in pieces, small ones several at a time.
+    """
+    _, N, K = tensor.shape
+    step = max(_CPU_PIECE_VALUES // K, 1)
+    together = max(step // N, 1)
+    y = x.new_empty((x.shape[0], N))
+    for number in range(0, len(groups.present), together):
+        some = groups.present[number : number + together]
+        matrices = [tensor.expert(expert).raw for expert, _, _ in some]
+        for first in range(0, N, step):
+            packed = torch.stack([matrix[first : first + step] for matrix in matrices])
+            weights = _decoded(tensor, packed, torch.float32)
+            for (_, start, end), part in zip(some, weights, strict=True):
+                rows, own = x[start:end], slice(first, first + step)
+                kind = torch.float32 if end - start <= _FEW_ROWS else dtype
+                y[start:end, own] = linear(rows.to(kind), part.to(kind))
+    return y
+
+
+def gathered(
+    x: torch.Tensor, groups: ExpertGroups, tensor: QuantTensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply every row by a copy of its expert's matrix; see `ExpertProduct`."""
+    X, N, K = tensor.shape
+    step = max(_DEVICE_PIECE_VALUES // (N * K), 1)
+    packed = tensor.raw.view(X, N, -1)
+    parts = []
+    pairs = zip(torch.split(x.to(dtype), step), torch.split(groups.experts, step), strict=True)
+    for rows, experts in pairs:
+        weights = _decoded(tensor, packed.index_select(0, experts), dtype)
+        parts.append(torch.bmm(weights, rows.unsqueeze(2)).squeeze(2))
+    return torch.cat(parts).float()
+
+
+def grouped(
+    x: torch.Tensor, groups: ExpertGroups, tensor: QuantTensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply the rows of some experts at a time; see `ExpertProduct`.
+
+    All rows take part in the product of every piece, as only the device knows which belong to it:
+    those of the experts before it form a group of their own, whose results are not used.
+    """
+    assert _grouped_mm is not None, "chosen only where torch has it"
+    X, N, K = tensor.shape
+    step = max(_DEVICE_PIECE_VALUES // (N * K), 1)
+    packed = tensor.raw.view(X, N, -1)
+    rows = x.to(dtype)
+    y = rows.new_empty((x.shape[0], N))
+    bounds = torch.nn.functional.pad(groups.ends, (1, 0))
+    for first in range(0, X, step):
+        weights = _decoded(tensor, packed[first : first + step], dtype)
+        weights = torch.cat((torch.zeros_like(weights[:1]), weights))
+        ends = bounds[first : first + weights.shape[0]]
+        part = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+        # rows behind the piece are not computed here, and are replaced by the next pieces
+        y = torch.where((groups.experts >= first).unsqueeze(1), part, y)
+    return y.float()
+
+
+def _decoded(tensor: QuantTensor, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `[..., K]` for some of a tensor's packed rows, uint8 `[..., bytes per row]`."""
+    kind = tensor.format
+    values = kind.decode(packed.reshape(-1, kind.block_bytes))
+    return values.view(*packed.shape[:-1], -1).to(dtype)

@@ -22,6 +22,7 @@ from ds4py.quant.bits import (
     lookup,
     lookup16,
     planes,
+    septets,
     steps,
     table,
     words16,
@@ -38,10 +39,12 @@ def iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
     0-1 d, then for each 32 values 8 bytes: four codebook indices, and a word of four 7-bit sign
     codes under a 4-bit scale.
     """
-    index = blocks[:, 2:].reshape(-1, 8, 8)[:, :, :4]
-    words = words32(blocks, 2, 16)[:, 1::2]
-    codes = _codebook("IQ2_XXS", index).mul_(_signs7(steps(words, 7)))
-    return _scaled(codes, _top_scales(words, 0.25), blocks)
+    pairs = words32(blocks, 2, 16).view(-1, 2)
+    index, words = (part.clone(memory_format=torch.contiguous_format) for part in pairs.unbind(1))
+    # magnitudes and signs are one lookup, as the products of all pairs fit the second-level cache
+    joined = torch.add(_bytes(index), _bytes(septets(words)), alpha=256)
+    codes = lookup(table(_signed_grid, blocks.device), joined)
+    return _scaled(codes, _top_scales(words.view(-1, 8), 0.125), blocks)
 
 
 def iq2_xs(blocks: torch.Tensor) -> torch.Tensor:
@@ -73,8 +76,8 @@ def iq3_xxs(blocks: torch.Tensor) -> torch.Tensor:
     4-bit scale.
     """
     words = words32(blocks, 66, 8)
-    codes = _codebook("IQ3_XXS", blocks[:, 2:66]).view(-1, 8, 4, 8).mul_(_signs7(steps(words, 7)))
-    return _scaled(codes, _top_scales(words, 0.5), blocks)
+    codes = _codebook("IQ3_XXS", blocks[:, 2:66]).view(-1, 8).mul_(_signs7(_bytes(septets(words))))
+    return _scaled(codes, _top_scales(words, 0.25), blocks)
 
 
 def iq3_s(blocks: torch.Tensor) -> torch.Tensor:
@@ -153,8 +156,9 @@ def _half_steps(scale: torch.Tensor, unit: float) -> torch.Tensor:
 
 
 def _top_scales(words: torch.Tensor, unit: float) -> torch.Tensor:
-    """Return the scales in the upper four bits of int32 words (whose shift keeps the sign)."""
-    return _half_steps((words >> 28) & 15, unit)
+    """Return `(2 s + 1) * unit` for the upper four bits `s` of int32 words."""
+    odd = (words >> 27).bitwise_and_(30).bitwise_or_(1)  # the shift keeps the sign
+    return odd.to(torch.float32).mul_(unit)
 
 
 def _odd(scale: torch.Tensor) -> torch.Tensor:
@@ -164,6 +168,11 @@ def _odd(scale: torch.Tensor) -> torch.Tensor:
 def _joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return indices of more than eight bits, int32."""
     return low | (high.to(torch.int32) << 8)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of int32 words as int32 `[4 * N]`."""
+    return words.view(torch.uint8).view(-1).to(torch.int32)
 
 
 def _signs7(codes: torch.Tensor) -> torch.Tensor:
@@ -201,6 +210,11 @@ def _grid(name: str) -> torch.Tensor:
     source = getattr(quants, name)
     source.init_grid()
     return torch.from_numpy(source.grid.reshape(source.grid_shape)).to(torch.int8)
+
+
+def _signed_grid() -> torch.Tensor:
+    """Return the IQ2_XXS codebook with signs, int8 `[128 * 256, 8]`: row 256 * signs + index."""
+    return (_sign_rows(7).unsqueeze(1) * _grid("IQ2_XXS")).view(-1, 8)
 
 
 def _shifted_grid() -> torch.Tensor:

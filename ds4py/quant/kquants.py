@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from ds4py.quant.bits import halves, planes
+from ds4py.quant.bits import halves, planes, words32
 
 
 def q2_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -25,9 +25,9 @@ def q2_k(blocks: torch.Tensor) -> torch.Tensor:
     80-81 d, 82-83 dmin.
     """
     codes = planes(blocks[:, 16:80].reshape(-1, 2, 32), 2)
-    scale = (blocks[:, :16] & 15).to(torch.float32).mul_(halves(blocks, 80))
-    minimum = (blocks[:, :16] >> 4).to(torch.float32).mul_(halves(blocks, 82))
-    return _scaled(codes, scale, minimum)
+    words = words32(blocks, 0, 4)
+    pairs = torch.stack((words, words >> 4)).bitwise_and_(0x0F0F0F0F)
+    return _scaled(codes, *_with_factors(pairs, halves(blocks, 80, 2)))
 
 
 def q3_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -86,14 +86,22 @@ def scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     six bits; the last four hold the low nibbles of scales 4-7 and, in the high nibble, of minima
     4-7, whose upper two bits are the upper two bits of the first eight bytes.
     """
-    first, last = blocks[:, 4:12], blocks[:, 12:16]
-    upper = (first >> 6) << 4
-    scale = torch.cat((first[:, :4] & 63, (last & 15) | upper[:, :4]), 1)
-    minimum = torch.cat((first[:, 4:] & 63, (last >> 4) | upper[:, 4:]), 1)
-    return (
-        scale.to(torch.float32).mul_(halves(blocks, 0)),
-        minimum.to(torch.float32).mul_(halves(blocks, 2)),
-    )
+    words = words32(blocks, 4, 3).t().contiguous()
+    first, last = words[:2], words[2]
+    upper = (first >> 2).bitwise_and_(0x30303030)
+    upper |= torch.stack((last, last >> 4)).bitwise_and_(0x0F0F0F0F)
+    low = first & 0x3F3F3F3F
+    return _with_factors(torch.stack((low, upper), 2), halves(blocks, 0, 2))
+
+
+def _with_factors(codes: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 scales and minima `[N, groups]`.
+
+    `codes` is int32 `[2, N, groups / 4]`, the bytes of all scales before those of all minima;
+    `factors` is float32 `[N, 2]`.
+    """
+    values = codes.view(torch.uint8).to(torch.float32).mul_(factors.t().unsqueeze(2))
+    return values[0], values[1]
 
 
 def _scaled(

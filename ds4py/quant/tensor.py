@@ -18,10 +18,10 @@ from ds4py.errors import ModelError
 from ds4py.quant.formats import QuantFormat, format_of
 from ds4py.quant.plain import NATIVE
 
-# Values decoded at once. On the CPU half a million is where the fixed cost of some ten operations
+# Values decoded at once. On the CPU a million is where the fixed cost of some ten operations
 # stops to show and their temporaries still fit the caches (measured for 2^17 to 2^20); on an
 # accelerator a chunk only bounds the temporary memory.
-_CPU_CHUNK_VALUES: Final = 1 << 19
+_CPU_CHUNK_VALUES: Final = 1 << 20
 _DEVICE_CHUNK_VALUES: Final = 1 << 26
 
 _UPLOAD_BYTES: Final = 64 << 20

@@ -8,14 +8,17 @@ results are added in the order of their selection.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch.nn.functional import silu, softplus
 
+from ds4py.errors import ModelError
 from ds4py.models.deepseek4.products import Weights, activation_rounding
 from ds4py.models.deepseek4.shape import Shape
 from ds4py.quant.experts import ExpertGroups, ExpertProduct
+from ds4py.quant.tensor import QuantTensor
 
 _MIN_SUM: Final = 2.0**-14
 
@@ -58,7 +61,7 @@ class Router:
         self._matrix = weights.dense("ffn_gate_inp.weight").t()
         self._table = self._bias = None
         if layer < shape.n_hash_layers:
-            self._table = weights.packed("ffn_gate_tid2eid.weight").decode(torch.int64)
+            self._table = _expert_table(weights, shape.n_expert)
         else:
             self._bias = weights.optional("exp_probs_b.bias")
 
@@ -87,10 +90,10 @@ class RoutedExperts:
     def __init__(self, limit: float, weights: Weights):
         place = weights.place
         packed = [weights.packed(f"ffn_{name}_exps.weight") for name in ("gate", "up", "down")]
+        _check_types(packed)
         self._gate, self._up, self._down = (ExpertProduct(part, place.dtype) for part in packed)
         self._n_experts = packed[0].shape[0]
         self._limit = limit
-        self._dtype = place.dtype
         self._round_in = self._round_mid = None
         if place.act_quant:
             self._round_in = activation_rounding(packed[0].format)
@@ -100,18 +103,46 @@ class RoutedExperts:
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return float32 `[T, D]` for inputs `[T, D]`, experts and weights `[T, U]`."""
-        groups = ExpertGroups.of(experts.flatten(), self._n_experts)
+        groups = ExpertGroups(experts.flatten(), self._n_experts)
         if self._round_in is not None:
             x = self._round_in(x)
-        rows = x.to(self._dtype)[groups.order // experts.shape[1]]
-        gate, up = self._gate(rows, groups).float(), self._up(rows, groups).float()
+        rows = x[groups.order // experts.shape[1]]
+        gate, up = self._gate(rows, groups), self._up(rows, groups)
         # weighed before the last product, as the rounding of its input depends on that
         mid = swiglu(gate, up, self._limit).mul_(weights.flatten()[groups.order].unsqueeze(1))
         if self._round_mid is not None:
             mid = self._round_mid(mid)
-        out = self._down(mid.to(self._dtype), groups).float()
+        out = self._down(mid, groups)
         by_slot = torch.empty_like(out).index_copy_(0, groups.order, out)
         return by_slot.view(*experts.shape, -1).sum(1)
+
+
+def _expert_table(weights: Weights, n_expert: int) -> torch.Tensor:
+    """Return the experts of every token id, int64 `[V, U]`.
+
+    Raises:
+        ModelError: An expert does not exist.
+    """
+    packed = weights.packed("ffn_gate_tid2eid.weight")
+    table = packed.decode(torch.int64)
+    low, high = (int(end) for end in table.aminmax())
+    if low < 0 or high >= n_expert:
+        bad = low if low < 0 else high
+        raise ModelError(
+            f"tensor {packed.name}", got=f"expert {bad}", expected=f"0 to {n_expert - 1}"
+        )
+    return table
+
+
+def _check_types(packed: Sequence[QuantTensor]) -> None:
+    """Refuse gate and up of different types: their common input is rounded once."""
+    gate, up, _ = packed
+    if gate.format.name != up.format.name:
+        raise ModelError(
+            f"tensor {up.name}",
+            got=f"type {up.format.name}",
+            expected=f"{gate.format.name}, as {gate.name}",
+        )
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:

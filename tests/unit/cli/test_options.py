@@ -204,7 +204,7 @@ def test_an_unusable_coordinator_is_explained(args: str, words: str) -> None:
 )
 def test_an_unusable_engine_is_explained(args: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse(*args.split())[1].engine()
+        parse(*args.split())[1].engine(ENVIRONMENT)
 
 
 def test_the_engines_flags() -> None:
@@ -224,7 +224,7 @@ def test_the_engines_flags() -> None:
             "9",
         ]
     )[1]
-    engine = flags.engine()
+    engine = flags.engine(ENVIRONMENT)
     assert (engine.model, engine.n_ctx, engine.threads) == (Path("m.gguf"), 512, 2)
     assert (engine.device, engine.precision, engine.n_slots) == ("cuda:1", "f32", 9)
 

@@ -253,3 +253,25 @@ def storages() -> dict[int, int]:
     found = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
     memory = [tensor.untyped_storage() for tensor in found]
     return {storage.data_ptr(): storage.nbytes() for storage in memory}
+
+
+# --- what only the values tell
+
+
+@pytest.mark.parametrize("expert", [-1, 2])
+def test_a_token_that_is_sent_to_an_expert_that_does_not_exist_is_refused(tmp_path, expert):
+    name = "blk.2.ffn_gate_tid2eid.weight"
+    table = np.zeros((300, 1), np.int32)
+    table[299] = expert
+    path = write(tmp_path, replace(TABLE[name], packed=table.tobytes()))
+    with pytest.raises(ModelError, match=f"tensor {name}: got expert {expert}, expected 0 to 1"):
+        load(path, LayerSpan(2, 2))
+    assert load(path, LayerSpan(1, 1)).weight_bytes
+
+
+def test_gate_and_up_of_different_types_are_refused(tmp_path):
+    name = "blk.2.ffn_up_exps.weight"
+    path = write(tmp_path, blank(name, kinds.type_id("Q8_0"), TABLE[name].dims))
+    with pytest.raises(ModelError, match=f"tensor {name}: got type Q8_0, expected IQ2_XXS, as"):
+        load(path, LayerSpan(2, 2))
+    assert load(path, LayerSpan(1, 1)).weight_bytes
