@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, Protocol
 
-from ds4py.errors import Ds4Error
+from ds4py.errors import Ds4Error, SnapshotError
 from ds4py.hidden import F32, HiddenBatch
 from ds4py.spans import LayerSpan
 
@@ -27,6 +27,23 @@ Progress = Callable[[int, int], None]
 
 Cancelled = Callable[[], bool]
 """Polled between chunks and tokens; True asks the work to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheForm:
+    """What the portable form of a session's cache depends on (docs/spec/deepseek4-model.md 9).
+
+    Args:
+        ratios: Tokens per compressed row of every layer of the model; 0 for a layer without.
+        width: Values of a raw or compressed row.
+        index_width: Values of an index row.
+        window: Raw rows that a long session keeps.
+    """
+
+    ratios: tuple[int, ...]
+    width: int
+    index_width: int
+    window: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +60,9 @@ class ModelCard:
         hidden_width: Values per token between layers, `W`.
         n_ctx_train: Context length that the model was trained for, in tokens.
         quant_bits: 2 or 4; informational on the wire.
+        fingerprint: Of the file without its weights; empty if unknown. Stages of one route may have
+            different ones: a layer may be quantized anew.
+        cache_form: Of saved sessions; None if the architecture's have no portable form.
     """
 
     model_id: int
@@ -53,6 +73,21 @@ class ModelCard:
     hidden_width: int
     n_ctx_train: int
     quant_bits: int
+    fingerprint: str = ""
+    cache_form: CacheForm | None = None
+
+    def saved_form(self) -> CacheForm:
+        """Return the form of saved sessions.
+
+        Raises:
+            SnapshotError: There is none.
+        """
+        if self.cache_form is None:
+            raise SnapshotError(
+                f"sessions of {self.architecture} models have no portable form, "
+                "expected deepseek4; evaluate the prompt again"
+            )
+        return self.cache_form
 
 
 class Want(Enum):
@@ -155,6 +190,30 @@ class SliceRunner(Protocol):
     def drop(self, session: SessionId) -> None:
         """Free a session's slot; an unknown session is no error."""
 
+    def save_cache(self, session: SessionId) -> list[memoryview]:
+        """Return the pieces of a `DSVL` payload that holds a copy of a session's cache.
+
+        Takes as long as copying the cache from the device, and as much host memory as the payload.
+
+        Raises:
+            SnapshotError: The model's sessions have no portable form.
+            ModelError: The session is unknown or empty.
+        """
+
+    def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
+        """Replace a session's cache by a `DSVL` payload, or begin a session with it.
+
+        Args:
+            session: Unknown sessions take a free slot.
+            n_tokens: Tokens that the payload must stand for.
+            payload: Not kept.
+
+        Raises:
+            SnapshotError: The payload is damaged, of another model, other layers or another
+                length, or leaves no room in the context; the session is as before.
+            CapacityError: The session is new and there is no free slot.
+        """
+
     def close(self) -> None:
         """Free the device memory; idempotent."""
 
@@ -205,6 +264,32 @@ class Session(Protocol):
 
     def rewind(self, n_tokens: int) -> None:
         """Forget everything after the first `n_tokens` tokens."""
+
+    def save(self) -> list[memoryview]:
+        """Return the pieces of a `DSV4` payload: all that is needed to continue elsewhere.
+
+        Its bytes do not depend on how the layers are distributed. The session goes on unchanged,
+        and the pieces with it: they are copies.
+
+        Raises:
+            SnapshotError: The model's sessions have no portable form, nothing was evaluated since
+                the timeline changed, or the stages' parts do not fit together.
+            RemoteWorkError: A stage refused.
+            RouteIncompleteError: Some layers have no owner.
+            TransportError: A stage was lost or too slow.
+        """
+
+    def load(self, payload: bytes | memoryview) -> None:
+        """Replace the timeline by a saved one; `sync` with the same tokens then costs nothing.
+
+        Args:
+            payload: A whole `DSV4` payload; not kept.
+
+        Raises:
+            SnapshotError: The payload is damaged, of another model, or too long for the context;
+                the session is as before.
+            Ds4Error: A stage did not take its part, as in `save`; the session is empty.
+        """
 
     def close(self) -> None:
         """Give the session's memory back; idempotent."""

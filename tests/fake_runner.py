@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
-from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import CacheForm, ModelCard, SessionId, SliceOutput, SliceWork, Want
 from ds4py.errors import CapacityError, Ds4Error, ModelError
 from ds4py.hidden import F32, HiddenBatch
+from ds4py.snapshot import CacheSizes, Capacities, Shard, read_dsvl, write_dsvl
 from ds4py.spans import LayerSpan, whole_model
 
 PRIME = 251
@@ -33,6 +35,7 @@ def card(n_layers: int = 6, name: str = "fake") -> ModelCard:
         hidden_width=WIDTH,
         n_ctx_train=4096,
         quant_bits=4,
+        cache_form=CacheForm(ratios=(0,) * n_layers, width=WIDTH, index_width=0, window=4096),
     )
 
 
@@ -129,6 +132,28 @@ class FakeRunner:
 
     def drop(self, session: SessionId) -> None:
         self._rows.pop(session, None)
+
+    def save_cache(self, session: SessionId) -> list[memoryview]:
+        rows, sizes = self._rows.get(session), self._sizes()
+        if rows is None or not rows.shape[1]:
+            raise ModelError("session", got="no tokens", expected="a timeline to save")
+        shard = Shard(
+            sizes=sizes,
+            span=self.span,
+            capacities=Capacities.of(self.n_ctx, sizes.window),
+            n_tokens=rows.shape[1],
+            layers=[[layer] for layer in rows.copy()],
+        )
+        return write_dsvl(shard)
+
+    def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
+        shard = read_dsvl(payload, self._sizes(), self.span, n_ctx=self.n_ctx, n_tokens=n_tokens)
+        if session not in self._rows and len(self._rows) >= self.n_slots:
+            raise CapacityError("slots", needed=len(self._rows) + 1, available=self.n_slots)
+        self._rows[session] = np.stack([raw for (raw,) in shard.layers])
+
+    def _sizes(self) -> CacheSizes:
+        return CacheSizes(**asdict(self.card.saved_form()), n_vocab=self.card.n_vocab)
 
     def close(self) -> None:
         self.closed = True

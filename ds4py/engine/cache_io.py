@@ -8,39 +8,49 @@ touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ds4py.contracts import ModelCard, SessionId
-from ds4py.engine.runner import LocalRunner
+from ds4py.config import EngineConfig
+from ds4py.contracts import CacheForm, ModelCard, SessionId
 from ds4py.errors import SnapshotError
 from ds4py.models.base import SavedLayer
 from ds4py.snapshot import CacheSizes, Capacities, Shard
 
+if TYPE_CHECKING:
+    from ds4py.engine.runner import LocalRunner
 
-def cache_sizes(card: ModelCard, saved_layers: Sequence[SavedLayer] | None) -> CacheSizes:
-    """Return what a saved session of a model depends on.
 
-    Args:
-        card: Identity of the model.
-        saved_layers: `Shape.saved_layers` of the model.
-
-    Raises:
-        SnapshotError: Sessions of this architecture have no portable form.
-    """
+def cache_form(saved_layers: Sequence[SavedLayer] | None) -> CacheForm | None:
+    """Return what a model's card says of saved sessions: `Shape.saved_layers`, all in one."""
     if saved_layers is None:
-        raise SnapshotError(
-            f"sessions of {card.architecture} models have no portable form, expected deepseek4; "
-            "evaluate the prompt again"
-        )
-    return CacheSizes(
+        return None
+    return CacheForm(
         ratios=tuple(layer.ratio for layer in saved_layers),
         width=saved_layers[0].width,
         index_width=max(layer.index_width for layer in saved_layers),
         window=saved_layers[0].window,
-        n_vocab=card.n_vocab,
     )
+
+
+def cache_sizes(card: ModelCard) -> CacheSizes:
+    """Return what a saved session of a model depends on.
+
+    Raises:
+        SnapshotError: Sessions of this architecture have no portable form.
+    """
+    return CacheSizes(**asdict(card.saved_form()), n_vocab=card.n_vocab)
+
+
+def capacities(config: EngineConfig, card: ModelCard, n_ctx: int) -> Capacities | None:
+    """Return what saved sessions name, None if they have no portable form."""
+    if card.cache_form is None:
+        return None
+    window = card.cache_form.window
+    return Capacities.of(n_ctx, window, prefill_cap=config.prefill_cap, raw_cap=config.raw_cap)
 
 
 def save_shard(runner: LocalRunner, session: SessionId) -> Shard:
@@ -50,13 +60,14 @@ def save_shard(runner: LocalRunner, session: SessionId) -> Shard:
         SnapshotError: The model's sessions have no portable form.
         ModelError: The session is unknown or empty.
     """
-    sizes = cache_sizes(runner.card, runner.saved_layers)
+    sizes = cache_sizes(runner.card)
+    assert runner.capacities is not None
     n_tokens, saved = runner.export_cache(session)
     tensors = iter(saved)
     return Shard(
         sizes=sizes,
         span=runner.span,
-        capacities=Capacities.of(runner.n_ctx, sizes.window),
+        capacities=runner.capacities,
         n_tokens=n_tokens,
         layers=[
             [next(tensors).numpy() for _ in sizes.shapes(layer, n_tokens)]
@@ -84,7 +95,7 @@ def load_shard(runner: LocalRunner, session: SessionId, shard: Shard) -> None:
 
 
 def _check(runner: LocalRunner, shard: Shard) -> None:
-    if shard.sizes != (sizes := cache_sizes(runner.card, runner.saved_layers)):
+    if shard.sizes != (sizes := cache_sizes(runner.card)):
         raise SnapshotError(f"saved cache: of {shard.sizes}, expected {sizes}")
     if shard.span.layers != runner.span.layers:
         raise SnapshotError(

@@ -12,12 +12,14 @@ from typing import Final
 
 from ds4py.config import DEFAULT_CTX, EngineConfig
 from ds4py.contracts import ModelCard
+from ds4py.engine.cache_io import cache_form, capacities
 from ds4py.engine.device import choose_device, set_threads
 from ds4py.engine.kv_pool import KvPool
 from ds4py.engine.loader import LoadProgress, load_slice, read_shape
 from ds4py.engine.runner import LocalRunner
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
+from ds4py.gguf.fingerprint import fingerprint
 from ds4py.models.base import Identity, Shape
 from ds4py.spans import LayerSpec, whole_model
 
@@ -76,7 +78,7 @@ def open_runner(
         device=device,
         n_ctx=n_ctx,
         weight_bytes=loaded.weight_bytes,
-        saved_layers=shape.saved_layers,
+        capacities=capacities(config, card, n_ctx),
     )
 
 
@@ -114,6 +116,8 @@ def model_card(file: GgufFile, shape: Shape) -> ModelCard:
         hidden_width=shape.hidden_width,
         n_ctx_train=shape.n_ctx_train,
         quant_bits=_quant_bits(file),
+        fingerprint=fingerprint(file),
+        cache_form=cache_form(shape.saved_layers),
     )
 
 

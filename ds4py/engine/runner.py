@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Want
+from ds4py.engine.cache_io import cache_sizes, load_shard, save_shard
 from ds4py.engine.kv_pool import KvPool
 from ds4py.engine.transfer import download, upload
 from ds4py.errors import CapacityError, Ds4Error, ModelError
 from ds4py.hidden import F32, HiddenBatch
-from ds4py.models.base import SavedLayer, Segment, Slice
+from ds4py.models.base import Segment, Slice
+from ds4py.snapshot import Capacities, read_dsvl, write_dsvl
 from ds4py.spans import LayerSpan
 
 
@@ -60,7 +62,7 @@ class LocalRunner:
         device: Where all of it lives.
         n_ctx: Tokens that one session can hold.
         weight_bytes: Packed bytes of the slice's tensors.
-        saved_layers: Sizes of every layer's saved cache, None if there is no portable form.
+        capacities: What saved sessions name; None if the model's have no portable form.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that `open_runner` made
@@ -73,7 +75,7 @@ class LocalRunner:
         device: torch.device,
         n_ctx: int,
         weight_bytes: int,
-        saved_layers: Sequence[SavedLayer] | None = None,
+        capacities: Capacities | None = None,
     ):
         self._model: Slice | None = model
         self._pool: KvPool | None = pool
@@ -83,7 +85,7 @@ class LocalRunner:
         self._n_ctx = n_ctx
         self._n_slots = pool.n_slots
         self._weight_bytes = weight_bytes
-        self.saved_layers = saved_layers
+        self.capacities = capacities
         self._has_head = model.has_head
         self._can_rewind = model.rewind_floor(n_ctx) == 0
         self._timelines: dict[SessionId, _Timeline] = {}
@@ -191,11 +193,21 @@ class LocalRunner:
             )
         timeline.length = n_tokens
 
+    def save_cache(self, session: SessionId) -> list[memoryview]:
+        """Return a copy of a session's cache; see `contracts.SliceRunner.save_cache`."""
+        return write_dsvl(save_shard(self, session))
+
+    def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
+        """Replace a session's cache; see `contracts.SliceRunner.load_cache`."""
+        sizes = cache_sizes(self._card)
+        shard = read_dsvl(payload, sizes, self._span, n_ctx=self._n_ctx, n_tokens=n_tokens)
+        load_shard(self, session, shard)
+
     @torch.inference_mode()
     def export_cache(self, session: SessionId) -> tuple[int, list[torch.Tensor]]:
         """Return a session's length and cache in the portable form of `models.base.Slice`.
 
-        Only for models with `saved_layers`.
+        Only for models with a `cache_form`.
 
         Raises:
             ModelError: The session is unknown or empty.
@@ -212,7 +224,7 @@ class LocalRunner:
     ) -> None:
         """Replace a session's cache by a saved one, or begin a session with it.
 
-        Only for models with `saved_layers`; the caller has checked the tensors' shapes.
+        Only for models with a `cache_form`; the caller has checked the tensors' shapes.
 
         Raises:
             CapacityError: The session is new and every slot is taken.

@@ -22,6 +22,8 @@ EMPTY_SCORE: Final = -1e30
 """Score of a slot without a token: finite, so that every engine reads it."""
 
 _MAX_PREFILL: Final = 4096
+_MAX_RAW: Final = 8192
+_RAW_STEP: Final = 256
 _WORD: Final = 4
 
 
@@ -107,14 +109,38 @@ class Capacities:
     comp_cap: int
 
     @classmethod
-    def of(cls, n_ctx: int, window: int) -> Capacities:
-        """Return what the C engine has on the CPU for a context of `n_ctx` tokens."""
-        raw = min(window, n_ctx)
+    def of(
+        cls,
+        n_ctx: int,
+        window: int,
+        *,
+        prefill_cap: int | None = _MAX_PREFILL,
+        raw_cap: int | None = None,
+    ) -> Capacities:
+        """Return what a C node that was started alike has room for (wire spec 11.3).
+
+        The numbers say nothing about our own caches. They are written because a C coordinator
+        refuses shards whose capacities differ (wire 15, Q23): all stages of its route need the same
+        context and the same two variables. The default is the rule of the GPU engines, since stock
+        CPU nodes refuse to save; a build that saves on the CPU writes the window as `raw_cap`.
+
+        Args:
+            n_ctx: Tokens that a session can hold.
+            window: Raw rows that a query of the model sees.
+            prefill_cap: DS4_METAL_PREFILL_CHUNK; None takes the context.
+            raw_cap: DS4_METAL_GRAPH_RAW_CAP; None takes the rule. Either is kept between the window
+                and the context.
+        """
+        prefill = n_ctx if prefill_cap is None else min(prefill_cap, n_ctx)
+        raw_window = min(window, n_ctx)
+        if raw_cap is None:
+            rows = min(n_ctx, window + prefill)
+            raw_cap = min(-(-rows // _RAW_STEP) * _RAW_STEP, _MAX_RAW)
         return cls(
             n_ctx=n_ctx,
-            prefill_cap=min(_MAX_PREFILL, n_ctx),
-            raw_cap=raw,
-            raw_window=raw,
+            prefill_cap=prefill,
+            raw_cap=min(max(raw_cap, raw_window), n_ctx),
+            raw_window=raw_window,
             comp_cap=n_ctx // OVERLAPPED + 2,
         )
 

@@ -149,6 +149,11 @@ def read_dsvl(
     return _read_layers(body, header, sizes, span)
 
 
+def shard_bytes(sizes: CacheSizes, span: LayerSpan, n_tokens: int) -> int:
+    """Return the bytes of a `DSVL` payload."""
+    return SHARD.n_bytes + sizes.span_bytes(span, n_tokens)
+
+
 def write_dsv4(whole: Whole) -> list[memoryview]:
     """Return the pieces of a `DSV4` payload: views into the session's own tensors."""
     cache = whole.cache

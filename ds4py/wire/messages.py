@@ -30,6 +30,7 @@ from ds4py.wire.snapshot_messages import (
     SnapshotChunk,
     SnapshotDone,
     SnapshotRecord,
+    encode_chunks,
 )
 from ds4py.wire.work_messages import (
     Result,
@@ -61,6 +62,7 @@ __all__ = [
     "WorkHeader",
     "decode",
     "encode",
+    "encode_chunks",
     "error_result",
     "forwarded",
 ]

@@ -7,7 +7,7 @@ shard (`ds4py.snapshot`). Invariant: as in `ds4py.wire.messages`, which is the d
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -273,8 +273,33 @@ class SnapshotChunk:
                 f"SNAPSHOT_CHUNK of {self.data.nbytes} bytes, at most {MAX_CHUNK_DATA} are legal",
                 kind="L-CHUNK",
             )
-        head = pack(_CHUNK, "SNAPSHOT_CHUNK", self.request_id, self.data.nbytes)
-        return encode_frame(FrameType.SNAPSHOT_CHUNK, head, self.data)
+        return _encode_chunk(self.request_id, [self.data])
+
+
+def encode_chunks(request_id: int, payload: Sequence[memoryview]) -> Iterator[list[Buffer]]:
+    """Return the pieces of each CHUNK of a payload: 8 MiB of data, the last one less.
+
+    Args:
+        request_id: The transfer.
+        payload: Bytes in pieces of any size; not copied.
+    """
+    held: list[Buffer] = []
+    room = MAX_CHUNK_DATA
+    for piece in payload:
+        rest = piece
+        while len(rest) >= room:
+            yield _encode_chunk(request_id, [*held, rest[:room]])
+            rest, held, room = rest[room:], [], MAX_CHUNK_DATA
+        held.append(rest)
+        room -= len(rest)
+    if room < MAX_CHUNK_DATA:
+        yield _encode_chunk(request_id, held)
+
+
+def _encode_chunk(request_id: int, data: Sequence[Buffer]) -> list[Buffer]:
+    n_bytes = sum(len(piece) for piece in data)
+    head = pack(_CHUNK, "SNAPSHOT_CHUNK", request_id, n_bytes)
+    return encode_frame(FrameType.SNAPSHOT_CHUNK, head, *data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,31 @@ def test_raw_rows_are_those_of_the_window():
 
 def test_capacities_follow_the_context():
     assert Capacities.of(32_768, 128) == Capacities(
-        n_ctx=32_768, prefill_cap=4096, raw_cap=128, raw_window=128, comp_cap=8194
+        n_ctx=32_768, prefill_cap=4096, raw_cap=4352, raw_window=128, comp_cap=8194
     )
     assert Capacities.of(100, 128) == Capacities(
         n_ctx=100, prefill_cap=100, raw_cap=100, raw_window=100, comp_cap=27
     )
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "given", "prefill_cap", "raw_cap"),
+    [
+        (512, {}, 512, 512),  # 640 rows do not fit into the context
+        (4096, {}, 4096, 4096),
+        (8192, {}, 4096, 4352),  # 4224 rows, and up to a multiple of 256
+        (32_768, {"prefill_cap": 128}, 128, 256),
+        (32_768, {"prefill_cap": 129}, 129, 512),
+        (32_768, {"prefill_cap": 8000}, 8000, 8192),  # at most so many
+        (32_768, {"prefill_cap": None}, 32_768, 8192),
+        (32_768, {"raw_cap": 300}, 4096, 300),
+        (32_768, {"raw_cap": 1}, 4096, 128),  # the window has room in any case
+        (512, {"raw_cap": 9999}, 512, 512),
+        (512, {"raw_cap": 128}, 512, 128),  # as a build that saves on the CPU
+    ],
+)
+def test_capacities_are_those_of_a_gpu_node_unless_told_otherwise(
+    n_ctx, given, prefill_cap, raw_cap
+):
+    capacities = Capacities.of(n_ctx, 128, **given)
+    assert (capacities.prefill_cap, capacities.raw_cap) == (prefill_cap, raw_cap)
