@@ -20,6 +20,7 @@ from ds4py.spans import LayerSpec
 DEFAULT_PORT: Final = 8000
 DEFAULT_PREFILL_CAP: Final = 4096
 DEFAULT_CTX: Final = 32768
+DEFAULT_ALIVE_TIMEOUT: Final = 10.0
 _STRICT_INT = re.compile(r"[ \t\n\v\f\r]*[+-]?[0-9]+", re.ASCII)
 
 DeviceName = str
@@ -177,6 +178,9 @@ class EngineConfig:
         n_ctx: Tokens per session; None takes the smaller of the model's own context and 32768.
         n_slots: Sessions whose caches are held at once.
         threads: CPU threads; None takes what the machine has, at most 12.
+        prefill_cap: What saved sessions name as the largest chunk of a prompt; None is the context.
+        raw_cap: What saved sessions name as the room for raw rows; None is what a GPU node of ds4
+            with this context has. Of interest only to C nodes of the same route.
     """
 
     model: Path
@@ -186,6 +190,8 @@ class EngineConfig:
     n_ctx: int | None = None
     n_slots: int = 4
     threads: int | None = None
+    prefill_cap: int | None = DEFAULT_PREFILL_CAP
+    raw_cap: int | None = None
 
     def __post_init__(self) -> None:
         if self.n_ctx is not None and self.n_ctx < 1:
@@ -211,6 +217,9 @@ class CoordinatorConfig:
         n_sessions: Token timelines that may be open at once.
         rejoin_timeout: Seconds that a request waits for a lost worker or a replacement.
         result_timeout: Seconds that a request waits for one answer of a stage.
+        alive_timeout: Seconds of silence after which another ds4py counts as lost; 0 never. The
+            smaller value of both sides holds.
+        plain: Speak nothing but ds4's own protocol.
         decode_profile: Log timings of one-token spans.
     """
 
@@ -222,9 +231,12 @@ class CoordinatorConfig:
     n_sessions: int = 4
     rejoin_timeout: float = 30.0
     result_timeout: float = 600.0
+    alive_timeout: float = DEFAULT_ALIVE_TIMEOUT
+    plain: bool = False
     decode_profile: bool = False
 
     def __post_init__(self) -> None:
+        _check_alive_timeout(self.alive_timeout)
         if self.activation_bits not in (32, 16, 8):
             raise ConfigError(f"activation bits {self.activation_bits}: expected 32, 16 or 8")
         if self.layers is not None and self.layers.start != 0:
@@ -244,15 +256,20 @@ class WorkerConfig:
         layers: The slice.
         listen: Data port; None takes all addresses and a port that the system picks.
         coordinator: Coordinator to dial; None waits to be dialled.
+        alive_timeout: As in `CoordinatorConfig`.
+        plain: As in `CoordinatorConfig`.
         tuning: Queues.
     """
 
     layers: LayerSpec
     listen: Address | None = None
     coordinator: Address | None = None
+    alive_timeout: float = DEFAULT_ALIVE_TIMEOUT
+    plain: bool = False
     tuning: WorkerTuning = field(default_factory=WorkerTuning)
 
     def __post_init__(self) -> None:
+        _check_alive_timeout(self.alive_timeout)
         if self.listen is None and self.coordinator is None:
             raise ConfigError(
                 "worker: nobody could reach it; give --dist-listen HOST:PORT to be dialled, "
@@ -261,6 +278,11 @@ class WorkerConfig:
         target = self.coordinator
         if target is not None and (target.is_wildcard or target.port == 0):
             raise ConfigError(f"coordinator {target}: expected a host and port that can be dialled")
+
+
+def _check_alive_timeout(seconds: float) -> None:
+    if seconds and not 0.2 <= seconds <= 86400:
+        raise ConfigError(f"alive timeout {seconds:g}: expected 0.2 to 86400 seconds, or 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +342,7 @@ class Environment:
         worker: Queues of a worker.
         prefill: Cutting of prompts.
         decode_profile: Log timings of one-token spans.
+        raw_cap: Room for raw rows that saved sessions name; None takes the rule.
         lock_file: Only one process per file may load a model; None locks nothing.
     """
 
@@ -327,6 +350,7 @@ class Environment:
     worker: WorkerTuning
     prefill: PrefillTuning
     decode_profile: bool
+    raw_cap: int | None = None
     lock_file: Path | None = None
 
 
@@ -357,6 +381,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> Environment:
             prefill_cap=_prefill_cap(source.get("DS4_METAL_PREFILL_CHUNK")),
         ),
         decode_profile="DS4_DIST_DECODE_PROFILE" in source,
+        raw_cap=_ranged(source, "DS4_METAL_GRAPH_RAW_CAP", 1, 2**32 - 1, 0) or None,
         lock_file=Path(source["DS4_LOCK_FILE"]) if source.get("DS4_LOCK_FILE") else None,
     )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import click
 
 from ds4py.config import (
+    DEFAULT_ALIVE_TIMEOUT,
     Address,
     CoordinatorConfig,
     EngineConfig,
@@ -110,6 +111,16 @@ distributed_options = _group(
         type=float,
         help="Coordinator: seconds that a request waits for one answer of a worker [600].",
     ),
+    click.option(
+        "--dist-alive-timeout",
+        type=float,
+        help="Seconds of silence after which another ds4py counts as lost, 0 never [10].",
+    ),
+    click.option(
+        "--dist-plain",
+        is_flag=True,
+        help="Speak nothing but ds4's own protocol; by default peers are asked first.",
+    ),
     click.option("--dist-replay-check", is_flag=True, help="Accepted for ds4; has no effect."),
     click.option("--debug", is_flag=True, help="Log every step on stderr."),
 )
@@ -135,8 +146,11 @@ class ModelFlags:
     act_quant: Literal["auto", "cpu", "none"]
     sessions: int
 
-    def engine(self) -> EngineConfig:
+    def engine(self, environment: Environment) -> EngineConfig:
         """Return the engine's config.
+
+        Args:
+            environment: For the sizes that saved sessions are written with.
 
         Raises:
             ConfigError: No model is named, or a value is out of range.
@@ -151,6 +165,8 @@ class ModelFlags:
             n_ctx=self.ctx,
             n_slots=self.sessions,
             threads=self.threads,
+            prefill_cap=environment.prefill.prefill_cap,
+            raw_cap=environment.raw_cap,
         )
 
 
@@ -170,6 +186,8 @@ class DistributedFlags:
     dist_activation_bits: str | None
     dist_rejoin_timeout: float | None
     dist_result_timeout: float | None
+    dist_alive_timeout: float | None
+    dist_plain: bool
     dist_replay_check: bool
 
     @property
@@ -194,6 +212,8 @@ class DistributedFlags:
             ("--dist-listen", self.dist_listen or self.listen),
             ("--dist-route", self.dist_route),
             ("--dist-coordinator", self.dist_coordinator or self.coordinator),
+            ("--dist-alive-timeout", self.dist_alive_timeout is not None),
+            ("--dist-plain", self.dist_plain),
             *self._coordinator_only(),
         ]
 
@@ -226,6 +246,8 @@ class DistributedFlags:
             layers=layers,
             listen=_address("listen", self.dist_listen, self.listen),
             coordinator=_address("coordinator", self.dist_coordinator, self.coordinator),
+            alive_timeout=self._alive_timeout(),
+            plain=self.dist_plain,
             tuning=environment.worker,
         )
 
@@ -250,6 +272,8 @@ class DistributedFlags:
             activation_bits=int(self.dist_activation_bits or 32),
             prefill=self._prefill(environment.prefill),
             n_sessions=n_sessions,
+            alive_timeout=self._alive_timeout(),
+            plain=self.dist_plain,
             decode_profile=environment.decode_profile,
         )
         if self.dist_rejoin_timeout is not None:
@@ -257,6 +281,10 @@ class DistributedFlags:
         if self.dist_result_timeout is not None:
             config = replace(config, result_timeout=self.dist_result_timeout)
         return config
+
+    def _alive_timeout(self) -> float:
+        given = self.dist_alive_timeout
+        return DEFAULT_ALIVE_TIMEOUT if given is None else given
 
     def _prefill(self, tuning: PrefillTuning) -> PrefillTuning:
         """Flags come before the environment (spec 7.1, 7.3)."""

@@ -9,40 +9,42 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from ds4py import __version__
-from ds4py.cluster.checks import CoordinatorFacts, check_hello
+from ds4py.cluster.acquaintances import Acquaintances
+from ds4py.cluster.checks import CoordinatorFacts
 from ds4py.cluster.device import DeviceThread
 from ds4py.cluster.dialer import Dialer
+from ds4py.cluster.introduction import coordinator_hello
 from ds4py.cluster.link import Link
 from ds4py.cluster.planner import Demand, plan_route
+from ds4py.cluster.reception import Reception
 from ds4py.cluster.registry import LinkId, Registry, WorkerRecord
 from ds4py.cluster.route import Route, route_blob
 from ds4py.cluster.telemetry import RouteTelemetry
-from ds4py.config import Address, CoordinatorConfig, SocketConfig
-from ds4py.contracts import Cancelled, Health, ModelCard, SliceRunner, StageStatus
+from ds4py.config import CoordinatorConfig, SocketConfig
+from ds4py.contracts import Cancelled, Health, ModelCard, SessionId, SliceRunner, StageStatus
 from ds4py.errors import (
     CancelledError,
     ClusterError,
     Ds4Error,
     RouteIncompleteError,
     TransportError,
+    TransportTimeoutError,
 )
 from ds4py.hidden import F32, HiddenBatch
-from ds4py.spans import LayerSpan
 from ds4py.transport.connection import Connection
-from ds4py.wire.extensions import REWIND, PeerHello
+from ds4py.wire.extensions import DROP, HOP_LOST, REWIND, Drop, HopLost, Notice, PeerHello
 from ds4py.wire.frames import coordinator_limits
-from ds4py.wire.messages import ErrorText, Hello, decode, encode
 
 log = logging.getLogger(__name__)
 
-HELLO_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.1
+_LOSS_SECONDS: Final = 10.0
 
 
 class Coordinator:
@@ -73,14 +75,16 @@ class Coordinator:
         self._registry = Registry()
         self._links: dict[LinkId, Link] = {}
         self._retired: dict[LinkId, Link] = {}  # displaced by another worker, still connected
-        self._arriving: set[Connection] = set()  # said nothing yet
         self._changed = threading.Condition()
         self._route: Route | None = None
         self._was_complete = False
         self._closed = False
         self._link_ids = itertools.count(1)
         self._request_ids = itertools.count(1)
+        self._sessions: set[SessionId] = set()
         self.telemetry = RouteTelemetry()
+        self.acquaintances = Acquaintances(card)
+        self._reception = Reception(self, plain=config.plain)
         self._dialers = [Dialer(entry, self) for entry in config.route]
 
     # --- what sessions see -------------------------------------------------------------------
@@ -98,6 +102,18 @@ class Coordinator:
     def next_request_id(self) -> int:
         """Return 1, 2, 3 ...; never reused, whatever the session or the connection."""
         return next(self._request_ids)
+
+    def new_session(self) -> SessionId:
+        """Return a name for a token timeline: random, so that it means nothing to anybody."""
+        session = SessionId(secrets.randbits(64) or 1)
+        self._sessions.add(session)
+        return session
+
+    def end_session(self, session: SessionId) -> None:
+        """Let every stage that listens free what it holds of a session, now."""
+        with self._changed:
+            workers = self._registry.records
+        self._tell(workers, DROP, Drop(session))
 
     def is_current(self, route: Route) -> bool:
         """Whether no worker came or went since the route was made."""
@@ -160,6 +176,7 @@ class Coordinator:
             local=self.local,
             apply_head=self._apply_head,
             telemetry=self.telemetry,
+            tell=self._tell,
             can_rewind=local_rewinds and all(REWIND in hop.features for hop in hops),
         )
 
@@ -196,74 +213,23 @@ class Coordinator:
 
     def introduce(self) -> PeerHello:
         """Return our half of the handshake with another ds4py."""
-        span = None if self.local is None else self.local.runner.span
-        return PeerHello(
-            role="coordinator",
-            version=__version__,
-            model_id=self._card.model_id,
-            model_name=self._card.name,
-            n_layers=self._card.n_layers,
-            quant_bits=self._card.quant_bits,
-            ctx_size=self._n_ctx,
-            layer_start=None if span is None else span.start,
-            layer_end=None if span is None else span.end,
-        )
+        own = None if self.local is None else self.local.runner.span
+        return coordinator_hello(self._card, self._n_ctx, own, self.config)
 
     def result_limits(self) -> dict[int, int]:
         """Return the frames that a registered worker may send."""
         return coordinator_limits(self._card.n_vocab, self._card.hidden_width, self._n_ctx)
 
     def welcome(self, connection: Connection) -> None:
-        """Serve a worker that dialled us, on the calling thread, until it is gone.
-
-        Acceptance is silent and so are the first four refusals; the others say why (spec 2.1).
-        """
+        """Serve a worker that dialled us, on the calling thread, until it is gone."""
         try:
-            hello = self._await_hello(connection)
-            if hello is None:
-                return
-            refusal = check_hello(hello, self.facts())
-            if refusal is not None:
-                log.error("worker %s refused: %s", connection.peer, refusal.text)
-                connection.send(encode(ErrorText.of(refusal.text)))
-                return
-            span = LayerSpan(hello.layer_start, hello.layer_end, bool(hello.has_output))
-            self.serve(
-                connection,
-                WorkerRecord(
-                    link=self.new_link_id(),
-                    address=Address(connection.peer.host, hello.listen_port),
-                    span=span,
-                    n_ctx=hello.ctx_size,
-                    has_hidden=bool(hello.has_hidden),
-                ),
-            )
+            record = self._reception.admit(connection)
+            if record is not None:
+                self.serve(connection, record)
         except Ds4Error as e:
             log.warning("connection from %s: %s", connection.peer, e)
         finally:
             connection.close()
-
-    def _await_hello(self, connection: Connection) -> Hello | None:
-        """Return the introduction; None if there is none, or we are closing."""
-        with self._changed:
-            if self._closed:
-                return None
-            self._arriving.add(connection)
-        try:
-            return self._receive_hello(connection)
-        finally:
-            with self._changed:
-                self._arriving.discard(connection)
-
-    def _receive_hello(self, connection: Connection) -> Hello | None:
-        frame = connection.receive(timeout=HELLO_SECONDS)
-        if frame is None:
-            return None
-        hello = decode(frame)
-        if not isinstance(hello, Hello):
-            log.warning("%s: frame type %d, expected HELLO", connection.peer, frame.type)
-            return None
-        return hello
 
     def new_link_id(self) -> LinkId:
         """Return a name for a new link."""
@@ -277,6 +243,7 @@ class Coordinator:
             connection,
             send_depth=self.config.prefill.send_depth,
             timeout=self.sockets.send_timeout,
+            alive_timeout=record.alive_timeout,
             on_closed=self._lost,
         )
         with self._changed:
@@ -291,6 +258,7 @@ class Coordinator:
         for old, old_link in displaced:
             log.warning("%s is replaced by a newcomer", old.name)
             old_link.retire("replaced by a newcomer")
+            self._announce_loss(old)
         link.run()
 
     def _lost(self, link_id: LinkId, cause: TransportError) -> None:
@@ -298,9 +266,28 @@ class Coordinator:
             self._links.pop(link_id, None)
             self._retired.pop(link_id, None)
             record = self._registry.remove(link_id)
+            route = self._route
             self._changed.notify_all()
-        if record is not None and not self._closed:
-            log.warning("%s left: %s", record.name, cause.what)
+        if record is None or self._closed:
+            return
+        log.warning("%s left: %s", record.name, cause.what)
+        if isinstance(cause, TransportTimeoutError):  # connections to it do not break by themselves
+            self._announce_loss(record)
+            if route is not None:
+                _hurry(route, record)
+
+    def _announce_loss(self, lost: WorkerRecord) -> None:
+        """Let the other stages answer what they have sent to a lost one."""
+        with self._changed:
+            workers = self._registry.records
+        self._tell(workers, HOP_LOST, HopLost(lost.address.host, lost.address.port))
+
+    def _tell(self, workers: Iterable[WorkerRecord], feature: str, notice: Notice) -> None:
+        """Send a notice to those of some workers that understand it."""
+        for worker in workers:
+            link = self._links.get(worker.link)
+            if link is not None and feature in worker.features:
+                link.tell(notice)
 
     # --- what operators see ------------------------------------------------------------------
 
@@ -355,10 +342,10 @@ class Coordinator:
                 return
             self._closed = True
             links = [*self._links.values(), *self._retired.values()]
-            arriving = list(self._arriving)
             self._changed.notify_all()
-        for connection in arriving:
-            connection.close()
+        self._reception.close()
+        for session in self._sessions:
+            self.end_session(session)
         for dialer in self._dialers:
             dialer.stop()
         for link in links:
@@ -367,3 +354,15 @@ class Coordinator:
             dialer.close()
         if self.local is not None:
             self.local.close()
+
+
+def _hurry(route: Route, lost: WorkerRecord) -> None:
+    """Wait for answers of a route with a lost stage no longer than it makes sense.
+
+    The stage before the lost one answers with errors as soon as it reads of the loss, which a full
+    queue delays. A plain one is never told.
+    """
+    if route.link is not None and lost in route.hops[1:]:
+        before = route.hops[route.hops.index(lost) - 1]
+        seconds = _LOSS_SECONDS if HOP_LOST in before.features else 0.0
+        route.link.hurry(seconds, f"no answer after the loss of {lost.name}")

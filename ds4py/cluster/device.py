@@ -135,6 +135,19 @@ class DeviceThread:
             raise refusal
         return _wait(done, timeout)
 
+    def post(self, function: Callable[[SliceRunner], None]) -> None:
+        """Run a function on the device thread, after what waits already and with nobody waiting."""
+
+        def run() -> None:
+            try:
+                function(self.runner)
+            except Exception:  # the device must go on
+                log.exception("the device failed")
+
+        refusal = self._enqueue(run)
+        if refusal is not None:
+            log.debug("left out: %s", refusal)
+
     def close(self, *, timeout: float = 30.0) -> None:
         """Finish what is running, refuse the rest, free the device; idempotent."""
         with self._lock:

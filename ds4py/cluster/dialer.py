@@ -11,45 +11,36 @@ import logging
 import threading
 from typing import Final, Protocol
 
-from ds4py.cluster.checks import CoordinatorFacts, check_hello
-from ds4py.cluster.registry import LinkId, WorkerRecord
-from ds4py.config import Address, RouteEntry, SocketConfig
+from ds4py.cluster import handshake
+from ds4py.cluster.handshake import PlainMemory, ask, refusal_of, span_of
+from ds4py.cluster.registry import WorkerRecord
+from ds4py.config import Address, CoordinatorConfig, RouteEntry, SocketConfig
 from ds4py.contracts import ModelCard
-from ds4py.errors import ClusterError, ConfigError, Ds4Error, PeerClosedError
+from ds4py.errors import ClusterError, ConfigError, Ds4Error
 from ds4py.spans import LayerSpan
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
-from ds4py.wire.extensions import EXT_HELLO, PeerHello, decode_peer_hello, encode_peer_hello
-from ds4py.wire.frames import FrameType
+from ds4py.wire.extensions import PeerHello
 from ds4py.wire.messages import ErrorText, encode
 
 log = logging.getLogger(__name__)
 
 REDIAL_PAUSE: Final = 1.0
-HANDSHAKE_SECONDS: Final = 10.0
 _JOIN_SECONDS: Final = 10.0
 
 
-class Host(Protocol):
+class Host(handshake.Host, Protocol):
     """What a dialer needs of its coordinator."""
 
+    config: CoordinatorConfig
     sockets: SocketConfig
 
     @property
     def card(self) -> ModelCard:
         """The served model."""
 
-    def introduce(self) -> PeerHello:
-        """Return our half of the handshake."""
-
-    def facts(self) -> CoordinatorFacts:
-        """Return what a worker's half is compared with."""
-
     def result_limits(self) -> dict[int, int]:
         """Return the frames that a worker may send."""
-
-    def new_link_id(self) -> LinkId:
-        """Return a name for a new link."""
 
     def serve(self, connection: Connection, record: WorkerRecord) -> None:
         """Register a worker and read its results until it is gone."""
@@ -68,7 +59,7 @@ class Dialer:
         self._host = host
         self._stopping = threading.Event()
         self._said = ""
-        self._is_plain = False
+        self._memory = PlainMemory()
         self._connection: Connection | None = None  # the one in use, so that `stop` ends it
         name = f"dial {entry.address}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -114,7 +105,7 @@ class Dialer:
 
     def _introduce(self) -> WorkerRecord:
         """Learn who is behind the current connection; a plain peer needs another one."""
-        if not self._is_plain:
+        if not (self._memory.is_plain or self._host.config.plain):
             hello = self._handshake(self._current())
             if hello is not None:
                 return self._accept(self._current(), hello)
@@ -123,7 +114,13 @@ class Dialer:
         if self._current().closed:
             self._connect()
         log.info("worker %s speaks the plain protocol", self._entry.address)
-        return self._record(self._current(), span)
+        return WorkerRecord(
+            link=self._host.new_link_id(),
+            address=self._reached(self._current()),
+            span=span,
+            n_ctx=0,
+            dialled=True,
+        )
 
     def _current(self) -> Connection:
         assert self._connection is not None
@@ -148,40 +145,21 @@ class Dialer:
         An ERROR is a plain worker's answer and is remembered. A close may be the same, with the
         ERROR lost in a reset, or a ds4py that has just died, so it is not.
         """
-        connection.send(encode_peer_hello(self._host.introduce()))
-        try:
-            frame = connection.receive(timeout=HANDSHAKE_SECONDS)
-        except PeerClosedError:
+        answer = ask(connection, self._host.introduce())
+        if isinstance(answer, ErrorText):
+            self._memory.remember()
             return None
-        if frame is None:
-            return None
-        if frame.type == FrameType.ERROR:
-            self._is_plain = True
-            return None
-        if frame.type != EXT_HELLO:
-            raise ClusterError(f"answered the handshake with frame type {frame.type}")
-        return decode_peer_hello(frame.body)
+        return answer
 
     def _accept(self, connection: Connection, hello: PeerHello) -> WorkerRecord:
         """Check a ds4py worker and describe it; tell it if it does not fit."""
-        refusal = check_hello(hello, self._host.facts())
-        text = "is no worker" if hello.role != "worker" else refusal and refusal.text
-        if text:
+        text = refusal_of(hello, self._host.facts())
+        if text is not None:
             connection.send(encode(ErrorText.of(text)))
             connection.close()
             raise ClusterError(f"worker refused: {text}")
-        assert hello.layer_start is not None
-        assert hello.layer_end is not None
-        span = LayerSpan(hello.layer_start, hello.layer_end, hello.has_output)
-        self._check_layers(span)
-        return self._record(
-            connection,
-            span,
-            n_ctx=hello.ctx_size,
-            has_hidden=hello.has_hidden,
-            features=frozenset(hello.features),
-            weight_bytes=hello.weight_bytes,
-        )
+        self._check_layers(span_of(hello))
+        return handshake.register(self._host, hello, self._reached(connection), dialled=True)
 
     def _check_layers(self, span: LayerSpan) -> None:
         """Refuse a worker that says other layers than the user wrote beside its address."""
@@ -200,24 +178,6 @@ class Dialer:
             )
         return self._entry.layers.resolve(self._host.card.n_layers)
 
-    def _record(
-        self,
-        connection: Connection,
-        span: LayerSpan,
-        *,
-        n_ctx: int = 0,
-        has_hidden: bool = True,
-        features: frozenset[str] = frozenset(),
-        weight_bytes: int | None = None,
-    ) -> WorkerRecord:
-        return WorkerRecord(
-            link=self._host.new_link_id(),
-            # the numeric host that we reached: names may mean something else on another machine
-            address=Address(connection.peer.host, self._entry.address.port),
-            span=span,
-            n_ctx=n_ctx,
-            has_hidden=has_hidden,
-            dialled=True,
-            features=features,
-            weight_bytes=weight_bytes,
-        )
+    def _reached(self, connection: Connection) -> Address:
+        """Return the numeric host that we reached: a name may mean another one elsewhere."""
+        return Address(connection.peer.host, self._entry.address.port)

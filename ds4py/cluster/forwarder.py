@@ -4,6 +4,9 @@ Owns: one downstream connection per (upstream, next host, next port), its window
 requests and the relay thread (docs/spec/wire-protocol.md 5.5, 5.6). Refuses to know: layers,
 tokens, sessions. Invariant: every span given to `forward` gets exactly one RESULT upstream, a lost
 next hop never takes the upstream connection with it, and whoever calls `forward` never waits.
+
+These connections speak the plain protocol, also between ds4py peers: the coordinator, which knows
+every stage, tells of losses and cancelled requests.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ds4py.cluster.link import expect_result
 from ds4py.config import Address
-from ds4py.errors import Ds4Error, RemoteProtocolError, TransportError
+from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.messages import Result, Telemetry, Work, encode, error_result
@@ -26,7 +30,8 @@ log = logging.getLogger(__name__)
 
 Reply = Callable[[Result], None]
 Dial = Callable[[Address, Callable[[], bool]], Connection]
-_SEND_SECONDS = 60.0
+_SEND_SECONDS: Final = 60.0
+_MAX_NEXT_HOPS: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -106,17 +111,21 @@ class Forwarder:
         """
         span = _Span(work, telemetry, departed)
         with self._lock:
-            if self._closed:
-                span.depart()  # upstream is gone: nobody waits for the answer
-                return
-            twice = work.request_id in self._pending or any(
-                other.work.request_id == work.request_id for other in self._waiting
-            )
-            if not twice:
+            problem = self._problem(work.request_id)
+            if problem is None:
                 self._waiting.append(span)
                 self._advance()
                 return
-        self._fail([span], f"request id {work.request_id} is already in flight")
+        self._fail([span], problem)
+
+    def _problem(self, request_id: int) -> str | None:
+        """Return why a span can not be taken; the lock is held."""
+        if self._closed:
+            return f"next hop {self.address}: given up"
+        waiting = any(other.work.request_id == request_id for other in self._waiting)
+        if waiting or request_id in self._pending:
+            return f"request id {request_id} is already in flight"
+        return None
 
     def _advance(self) -> None:
         """Send what waits, as far as the window allows; the lock is held."""
@@ -220,3 +229,59 @@ class Forwarder:
         if downstream is not None:
             downstream.connection.close()  # its relay thread answers what is pending
         self._fail(given_up, f"next hop {self.address}: given up")
+
+
+class Forwarders:
+    """The next hops of one upstream connection.
+
+    Args:
+        window: Most unanswered requests of each.
+        dial: Makes a connection.
+        reply: Sends a RESULT upstream.
+    """
+
+    def __init__(self, *, window: int, dial: Dial, reply: Reply):
+        self._window = window
+        self._dial = dial
+        self._reply = reply
+        self._lock = threading.Lock()
+        self._by_address: dict[Address, Forwarder] = {}  # the latest in use stands last
+        self._closed = False
+
+    def to(self, address: Address) -> Forwarder:
+        """Return the forwarder to a next hop; the longest unused one makes room for a new one.
+
+        Raises:
+            PeerClosedError: Upstream is gone.
+        """
+        displaced = None
+        with self._lock:
+            if self._closed:  # nobody would close it
+                raise PeerClosedError("the connection that asked is closed", peer=str(address))
+            forwarder = self._by_address.pop(address, None)
+            if forwarder is None:
+                forwarder = Forwarder(
+                    address, window=self._window, dial=self._dial, reply=self._reply
+                )
+                if len(self._by_address) >= _MAX_NEXT_HOPS:  # a driver may name any host it likes
+                    displaced = self._by_address.pop(next(iter(self._by_address)))
+            self._by_address[address] = forwarder
+        if displaced is not None:
+            displaced.close()
+        return forwarder
+
+    def forget(self, address: Address) -> None:
+        """Close the connection to a next hop that is lost; what waits there gets an error."""
+        with self._lock:
+            forwarder = self._by_address.pop(address, None)
+        if forwarder is not None:
+            log.warning("next hop %s is lost, says the coordinator", address)
+            forwarder.close()
+
+    def close(self) -> None:
+        """Close all of them; idempotent."""
+        with self._lock:
+            self._closed = True
+            forwarders = list(self._by_address.values())
+        for forwarder in forwarders:
+            forwarder.close()

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ds4py.cluster.heartbeat import Heartbeat
 from ds4py.cluster.registry import LinkId
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
-from ds4py.wire.frames import Frame, FrameType, type_name
+from ds4py.wire.extensions import Notice
+from ds4py.wire.frames import ExtType, Frame, FrameType, type_name
 from ds4py.wire.messages import ErrorText, Result, Work, encode
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class Link:
         connection: Past its handshake; closed by `close` or when the peer is lost.
         send_depth: Spans that may wait to be sent.
         timeout: Seconds that `post` waits for room.
+        alive_timeout: Seconds of silence that end the connection; None for a plain peer, which
+            hears and says nothing but the stock protocol.
         on_closed: Called once with the cause when the connection has ended.
     """
 
@@ -77,6 +81,7 @@ class Link:
         *,
         send_depth: int,
         timeout: float,
+        alive_timeout: float | None = None,
         on_closed: Callable[[LinkId, TransportError], None],
     ):
         self.link_id = link_id
@@ -88,6 +93,11 @@ class Link:
         self._ended = False
         name = f"link {connection.peer}"
         self._outbox = Outbox(connection, depth=send_depth, name=f"{name} send", timeout=timeout)
+        self._heartbeat = (
+            None
+            if alive_timeout is None
+            else Heartbeat(connection, self._outbox, alive_timeout, self._end)
+        )
 
     @property
     def lost(self) -> bool:
@@ -114,6 +124,14 @@ class Link:
             if not answered:  # otherwise the box was told already
                 raise
 
+    def tell(self, notice: Notice) -> None:
+        """Send a notice before the spans that wait, if the connection stands; never waits."""
+        try:
+            if not self._outbox.offer(notice.encode()):
+                log.debug("%s is not told %s", self.connection.peer, notice)
+        except TransportError as e:  # whoever reads the connection is told
+            log.debug("%s is not told %s: %s", self.connection.peer, notice, e)
+
     def run(self) -> None:
         """Read on the calling thread until the connection ends."""
         cause: TransportError = PeerClosedError("closed", peer=str(self.connection.peer))
@@ -132,6 +150,8 @@ class Link:
     def _handle(self, frame: Frame) -> None:
         if self._cause is not None:
             return  # retired: nobody waits for what this peer says
+        if frame.type == ExtType.ALIVE and self._heartbeat is not None:
+            return
         if frame.type == FrameType.ERROR and not frame.discarded:
             words = ErrorText(bytes(frame.body)).text
             raise PeerClosedError(f"peer said: {words}", peer=str(self.connection.peer))
@@ -159,13 +179,32 @@ class Link:
 
     def _end(self, cause: TransportError) -> None:
         self._stop(cause)
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self.connection.close()  # first: it wakes a sender that holds the outbox
         self._outbox.close(flush=False)
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-        self._on_closed(self.link_id, cause)
+        # the first cause: closing wakes the reader, which may be here before us
+        self._on_closed(self.link_id, self._cause or cause)
+
+    def hurry(self, seconds: float, reason: str) -> None:
+        """End the connection unless all that was posted until now is answered soon."""
+        with self._lock:
+            waiting = set(self._pending)
+
+        def look() -> None:
+            with self._lock:
+                late = not waiting.isdisjoint(self._pending)
+            if late:
+                self.close(reason)
+
+        if waiting:
+            timer = threading.Timer(seconds, look)
+            timer.name, timer.daemon = f"link {self.connection.peer} hurry", True
+            timer.start()
 
     def retire(self, reason: str) -> None:
         """Post no more and tell all who wait, but leave the peer connected.

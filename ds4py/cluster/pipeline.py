@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -37,9 +39,12 @@ from ds4py.errors import (
     TransportTimeoutError,
 )
 from ds4py.hidden import F32, HiddenBatch
+from ds4py.wire.extensions import CANCEL, Cancel
 from ds4py.wire.messages import Result, Work
 
 log = logging.getLogger(__name__)
+
+_CANCEL_POLL_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +98,30 @@ class SpanRun:
         self._box: ReplyBox = queue.SimpleQueue()
         self._index_of: dict[int, int] = {}
         self._logits: F32 | None = None
-        self._failed = False
+        self._cancelled: Cancelled | None = None
+        self._answer_due = 0.0
+        self._last_request = 0
+        self._first_failed = len(spans)
+
+    @property
+    def left_uneven(self) -> bool:
+        """Whether some stages may hold spans that others left out, after a `CancelledError`."""
+        return self._first_failed < len(self._spans) and self._drive.route.can_rewind
 
     def run(self, cancelled: Cancelled | None) -> F32:
         """Evaluate every span and return the logits `f32[V]` after the last one.
 
         Raises:
-            CancelledError: `cancelled` became true; spans in flight were waited for.
+            CancelledError: `cancelled` became true; spans in flight were waited for, but stages
+                that can were told to leave out those that had not begun.
             Ds4Error: The first thing that went wrong, or the loss of the link after it.
         """
         error: Ds4Error | None = None
+        self._cancelled = cancelled
         while not self._window.done:
             if error is None and cancelled is not None and cancelled():
                 error = CancelledError("the request was cancelled")
+                self._call_off()
             if error is None and self._window.next_span is not None:
                 error = self._guard(self._submit)
                 while error is None and not self._box.empty():
@@ -117,6 +133,13 @@ class SpanRun:
                 raise error
         assert self._logits is not None
         return self._logits
+
+    def _call_off(self) -> None:
+        """Tell stages that nobody waits for what is in flight."""
+        route = self._drive.route
+        if self._window.in_flight:
+            notice = Cancel(self._drive.session, self._last_request)
+            route.tell(route.may_skip, CANCEL, notice)
 
     @staticmethod
     def _guard(step: Callable[[], None]) -> Ds4Error | None:
@@ -138,7 +161,9 @@ class SpanRun:
             self._answered(index)
             return
         work = self._work(span, hidden)
+        self._last_request = work.request_id
         self._index_of[work.request_id] = index
+        self._expect_answer()
         route.link.post(work, self._box)
         self._window.submitted()
 
@@ -186,25 +211,32 @@ class SpanRun:
             route_blob=memoryview(drive.route.blob),
         )
 
+    def _expect_answer(self) -> None:
+        self._answer_due = time.monotonic() + self._drive.result_timeout
+
     def _collect(self) -> None:
-        """Wait for one answer and account for it."""
+        """Wait for one answer and account for it; sometimes return without, to look around."""
+        left = self._answer_due - time.monotonic()
+        patience = left if self._cancelled is None else min(left, _CANCEL_POLL_SECONDS)
         try:
-            reply = self._box.get(timeout=self._drive.result_timeout)
+            reply = self._box.get(timeout=max(patience, 0.0))
         except queue.Empty:
+            if patience < left:
+                return
             raise self._give_up() from None
+        self._expect_answer()
         if isinstance(reply.result, TransportError):
             raise reply.result
         index = self._index_of.pop(reply.request_id)
         try:
             self._accept(self._spans[index], reply)
         except Ds4Error:
-            self._failed = True  # from here on, nothing more is complete
+            self._first_failed = min(index, self._first_failed)
             raise
         finally:
             # an error answers its span as well: it is in flight no more
             self._window.answered(index)
-        if not self._failed:
-            self._completed(self._window.completed)
+        self._completed(min(self._window.completed, self._first_failed))
 
     def _give_up(self) -> TransportTimeoutError:
         link = self._drive.route.link
@@ -264,11 +296,12 @@ class SpanRun:
 
 
 def _graver(first: Ds4Error | None, later: Ds4Error | None) -> Ds4Error | None:
-    """Choose between errors of one run: refusals that follow the first one only echo it."""
-    echo = first is not None and not isinstance(first, CancelledError)
-    if later is None or (echo and not isinstance(later, TransportError)):
-        return first
-    return later
+    """Choose between errors of one run: refusals that follow the first one only echo it.
+
+    That goes for a cancelled request too, whose spans may be left out: should a stage have had
+    another reason, it will refuse the next span.
+    """
+    return later if first is None or isinstance(later, TransportError) else first
 
 
 def _timings(result: Result) -> str:

@@ -8,7 +8,6 @@ frees none of them.
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Final
 
 from ds4py.cluster.coordinator import Coordinator
 from ds4py.cluster.session import ClusterSession, common_prefix
-from ds4py.contracts import Cancelled, Health, ModelCard, Session, SessionId
+from ds4py.contracts import Cancelled, Health, ModelCard, Session
 from ds4py.errors import CancelledError
 
 _POLL_SECONDS: Final = 0.1
@@ -44,7 +43,7 @@ class ClusterBackend:
         self._coordinator = coordinator
         self._changed = threading.Condition()
         self._free = deque(
-            ClusterSession(SessionId(_random_id()), coordinator, coordinator.config)
+            ClusterSession(coordinator.new_session(), coordinator, coordinator.config)
             for _ in range(n_sessions)
         )
         self._tickets = itertools.count()
@@ -92,8 +91,3 @@ class ClusterBackend:
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-
-
-def _random_id() -> int:
-    """Return a non-zero 64-bit id; it means nothing to anybody (spec 3)."""
-    return secrets.randbits(64) or 1

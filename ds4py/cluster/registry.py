@@ -30,6 +30,8 @@ class WorkerRecord:
         dialled: We connected to it (it is named by the user), not it to us.
         features: Extensions that it speaks; empty for a plain peer.
         weight_bytes: Packed weights in its memory, if it told.
+        alive_timeout: Seconds of silence after which it counts as lost; None if only a broken
+            connection tells, as with a plain peer.
     """
 
     link: LinkId
@@ -40,6 +42,7 @@ class WorkerRecord:
     dialled: bool = False
     features: frozenset[str] = frozenset()
     weight_bytes: int | None = None
+    alive_timeout: float | None = None
 
     @property
     def name(self) -> str:
@@ -63,7 +66,8 @@ class Registry:
         """Register a worker and return the entries that it replaces.
 
         A worker that dialled us replaces earlier ones of the same host and slice whatever their
-        port, since it is most likely the same one come back (spec 6.3).
+        port, since it is most likely the same one come back (spec 6.3): unless the earlier one is
+        known to be alive, then the newcomer stands by.
         """
         replaced = [old for old in self._records if _replaces(record, old)]
         self._records = [old for old in self._records if old not in replaced] + [record]
@@ -81,6 +85,6 @@ class Registry:
 
 
 def _replaces(new: WorkerRecord, old: WorkerRecord) -> bool:
-    if new.dialled or old.dialled:
+    if new.dialled or old.dialled or old.alive_timeout is not None:
         return new.address == old.address
     return new.address.host == old.address.host and new.span == old.span

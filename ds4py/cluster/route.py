@@ -7,7 +7,7 @@ equals the registry's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +16,11 @@ from ds4py.cluster.link import Link
 from ds4py.cluster.prefill import RouteShape
 from ds4py.cluster.registry import WorkerRecord
 from ds4py.cluster.telemetry import RouteTelemetry
-from ds4py.contracts import Cancelled, ModelCard
+from ds4py.config import SocketConfig
+from ds4py.contracts import Cancelled, ModelCard, SessionId
 from ds4py.hidden import F32, HiddenBatch
 from ds4py.spans import LayerSpan
+from ds4py.wire.extensions import Notice
 from ds4py.wire.route import RouteEntry, encode_route
 
 
@@ -34,6 +36,7 @@ class Route:
         local: Device of the coordinator's own layers; None if it owns none.
         apply_head: Turns the last row of a hidden batch into logits, for a headless last hop.
         telemetry: Where results leave their timings.
+        tell: Sends a notice to those of some hops that have a feature.
         can_rewind: Whether every stage can cut its timeline.
     """
 
@@ -44,12 +47,24 @@ class Route:
     local: DeviceThread | None
     apply_head: Callable[[HiddenBatch], F32]
     telemetry: RouteTelemetry
+    tell: Callable[[Iterable[WorkerRecord], str, Notice], None]
     can_rewind: bool
 
     @property
     def local_span(self) -> LayerSpan | None:
         """The coordinator's own layers."""
         return None if self.local is None else self.local.runner.span
+
+    @property
+    def may_skip(self) -> tuple[WorkerRecord, ...]:
+        """Hops that may leave out spans of a cancelled request without harm.
+
+        Stages that can rewind agree again with the next span. For others what is cached is of use
+        only while all hold the same, so only the first stage of all may leave a span out.
+        """
+        if self.can_rewind:
+            return self.hops
+        return self.hops[:1] if self.local is None else ()
 
     @property
     def shape(self) -> RouteShape:
@@ -78,6 +93,10 @@ class RouteSource(Protocol):
     def n_ctx(self) -> int:
         """Tokens that one session can hold."""
 
+    @property
+    def sockets(self) -> SocketConfig:
+        """Options of connections."""
+
     def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
         """Return a current route, waiting for a lost worker to come back if that may help."""
 
@@ -89,6 +108,9 @@ class RouteSource(Protocol):
 
     def next_request_id(self) -> int:
         """Return a request id that was never used before."""
+
+    def end_session(self, session: SessionId) -> None:
+        """Let the stages free what they hold of a session."""
 
 
 def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:

@@ -10,6 +10,7 @@ A process that owns every layer is a route without hops: there is no second kind
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -18,9 +19,10 @@ from ds4py.cluster.pipeline import Drive, SpanRun
 from ds4py.cluster.prefill import Span, chunk_size, cut_spans, window_size
 from ds4py.cluster.recovery import Failure, Recovery, classify
 from ds4py.cluster.route import Route, RouteSource
+from ds4py.cluster.snapshots import FIRST_REQUEST, Snapshots, Transcript
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import Cancelled, Progress, SessionId, SyncResult
-from ds4py.errors import CancelledError, CapacityError, Ds4Error
+from ds4py.errors import CancelledError, CapacityError, Ds4Error, SnapshotError
 from ds4py.hidden import F32
 from ds4py.wire.prefix_hash import INIT, prefix_hash
 
@@ -66,6 +68,14 @@ class ClusterSession:
         self._hash = INIT
         self._stages_hold_more = False
         self._logits: F32 | None = None
+        self._snapshots = Snapshots(
+            session=session_id,
+            card=source.card,
+            n_ctx=source.n_ctx,
+            sockets=source.sockets,
+            device_seconds=config.result_timeout,
+            next_request_id=itertools.count(FIRST_REQUEST).__next__,
+        )
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -104,9 +114,32 @@ class ClusterSession:
             self._stages_hold_more = True
             self._logits = None
 
+    def save(self) -> list[memoryview]:
+        """Return a `DSV4` payload in pieces; see `contracts.Session.save`."""
+        if self._logits is None:
+            raise SnapshotError(
+                f"session of {len(self._tokens)} tokens: has no logits for the last one, "
+                "expected an evaluated prompt; sync it first"
+            )
+        route = self._source.ensure_route(after_loss=False, cancelled=None)
+        transcript = Transcript(tokens=tuple(self._tokens), token_hash=self._hash)
+        return self._snapshots.save(route, transcript, self._logits.copy())
+
+    def load(self, payload: bytes | memoryview) -> None:
+        """Continue a saved session; see `contracts.Session.load`."""
+        whole = self._snapshots.read(payload)
+        route = self._source.ensure_route(after_loss=False, cancelled=None)
+        tokens = whole.tokens.tolist()
+        transcript = Transcript(tokens=tuple(tokens), token_hash=prefix_hash(tokens))
+        self._forget()  # a stage that is not reached keeps what it has, until a replay
+        self._snapshots.load(route, transcript, whole)
+        self._tokens, self._hash = tokens, transcript.token_hash
+        self._logits = whole.logits.copy()
+
     def close(self) -> None:
-        """Forget the timeline; the slot's id lives on, since a C worker never frees a session."""
+        """Forget the timeline; the id lives on, since a C worker never frees a session."""
         self._forget()
+        self._source.end_session(self.session_id)
 
     def _check_length(self, n_tokens: int) -> None:
         if not 1 <= n_tokens <= self.n_ctx:
@@ -179,8 +212,8 @@ class ClusterSession:
         try:
             logits = run.run(cancelled)
         except CancelledError:
-            # all that was sent has been answered; the first span aligned every stage with us
-            self._stages_hold_more = len(self._tokens) == start
+            # all that was sent has been answered; a span that was evaluated aligned every stage
+            self._stages_hold_more = run.left_uneven or len(self._tokens) == start
             raise
         self._stages_hold_more, self._logits = False, logits
         return SyncResult(logits=logits, n_cached=start)

@@ -8,7 +8,7 @@ prefix hash stands for.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -127,6 +127,29 @@ class Timelines:
         line.tokens.extend(claim.tokens)
         line.hash, line.valid = claim.result_hash, True
 
+    def vacate(self, session: SessionId) -> list[SessionId]:
+        """Forget a session whose cache is to be replaced, and another one if no slot is free.
+
+        Returns:
+            The sessions whose caches must be dropped first.
+
+        Raises:
+            CapacityError: As in `admit`; nothing is forgotten.
+        """
+        gone = [session] if self._sessions.pop(session, None) is not None else []
+        evict = self._make_room(session)
+        if evict is not None:
+            del self._sessions[evict]
+            gone.append(evict)
+        return gone
+
+    def adopt(
+        self, session: SessionId, tokens: Sequence[int], token_hash: int, owner: Hashable
+    ) -> None:
+        """Record that the cache of a vacated session was loaded."""
+        self._clock += 1
+        self._sessions[session] = Timeline(owner, list(tokens), token_hash, last_used=self._clock)
+
     def evaluation_failed(self, claim: Claim, error: Ds4Error) -> None:
         """Record that a span was not evaluated.
 
@@ -136,6 +159,10 @@ class Timelines:
         line = self._sessions.get(claim.session)
         if line is not None and not isinstance(error, _REFUSALS):
             line.valid = False
+
+    def forget(self, session: SessionId) -> None:
+        """Forget a session that has ended for good."""
+        self._sessions.pop(session, None)
 
     def orphan(self, owner: Hashable) -> None:
         """Mark the sessions of a closed connection as the first to go when room is needed.

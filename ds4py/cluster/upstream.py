@@ -12,37 +12,43 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from ds4py.cluster.acquaintances import Acquaintances
+from ds4py.cluster.answers import final_result, telemetry_of, wanted
+from ds4py.cluster.called_off import CalledOff
 from ds4py.cluster.checks import AcceptedWork, WorkerFacts, check_work
 from ds4py.cluster.device import DeviceJob, DeviceThread
-from ds4py.cluster.forwarder import Dial, Forwarder
+from ds4py.cluster.forwarder import Dial, Forwarders
+from ds4py.cluster.heartbeat import Heartbeat, agreed_timeout
+from ds4py.cluster.shard_service import MAX_TRANSFERS, ShardService
 from ds4py.cluster.timelines import Claim, Timelines
 from ds4py.config import Address, SocketConfig, WorkerTuning
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork
 from ds4py.errors import (
     CancelledError,
-    ClusterError,
     Ds4Error,
-    PeerClosedError,
     RemoteProtocolError,
     TransportError,
 )
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.conversation import Conversation
-from ds4py.wire.extensions import PeerHello, decode_peer_hello, encode_peer_hello
-from ds4py.wire.frames import EXT_HELLO, Frame, FrameType, type_name
+from ds4py.wire.extensions import (
+    Alive,
+    Cancel,
+    Drop,
+    HopLost,
+    PeerHello,
+    decode_notice,
+    decode_peer_hello,
+    encode_peer_hello,
+)
+from ds4py.wire.frames import ExtType, Frame, FrameType, type_name
 from ds4py.wire.messages import (
     ErrorText,
     Result,
-    ResultKind,
-    SaveRequest,
-    SnapshotBegin,
-    SnapshotDone,
-    SnapshotRecord,
-    Telemetry,
     WorkFlags,
     encode,
     error_result,
@@ -51,11 +57,9 @@ from ds4py.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-_NO_SNAPSHOTS: Final = b"this worker does not save or load sessions"
 _RESULT_DEPTH: Final = 64
 _DRAIN_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
-_MAX_NEXT_HOPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +72,12 @@ class Stage:
         timelines: Sessions; touched on the device thread only, but for `orphan`.
         tuning: Queues.
         sockets: Socket options.
-        introduce: Returns the answer to another ds4py's handshake.
+        hello: The answer to another ds4py's handshake.
         dial: Connects to a next hop.
+        hop_lost: Closes every connection of the worker to a next hop.
+        called_off: Spans that need not be evaluated.
+        acquaintances: Of the whole worker.
+        transfers: Shards that may be in memory.
     """
 
     facts: WorkerFacts
@@ -77,8 +85,23 @@ class Stage:
     timelines: Timelines
     tuning: WorkerTuning
     sockets: SocketConfig
-    introduce: Callable[[], PeerHello]
+    hello: PeerHello
     dial: Dial
+    hop_lost: Callable[[Address], None]
+    called_off: CalledOff
+    acquaintances: Acquaintances
+    transfers: threading.Semaphore = field(
+        default_factory=lambda: threading.Semaphore(MAX_TRANSFERS)
+    )
+
+    def drop(self, session: SessionId) -> None:
+        """Free a session's caches once what waits for the device is done."""
+
+        def free(runner: SliceRunner) -> None:
+            self.timelines.forget(session)
+            runner.drop(session)
+
+        self.device.post(free)
 
 
 class Upstream:
@@ -90,9 +113,17 @@ class Upstream:
         name: For logs.
         conversation: Where the connection stands; kept by the reader, who leaves out the RESULTs:
             they come from other threads, are matched by request id, and change no state.
+        peer: What another ds4py has said about itself already, if it has.
     """
 
-    def __init__(self, connection: Connection, stage: Stage, name: str, conversation: Conversation):
+    def __init__(
+        self,
+        connection: Connection,
+        stage: Stage,
+        name: str,
+        conversation: Conversation,
+        peer: PeerHello | None = None,
+    ):
         self._connection = connection
         self._stage = stage
         self._name = name
@@ -105,10 +136,18 @@ class Upstream:
             name=f"{name} send",
             timeout=stage.sockets.send_timeout,
         )
-        self._forwarders: dict[Address, Forwarder] = {}
+        self._forwarders = Forwarders(
+            window=tuning.forward_window, dial=stage.dial, reply=self._relay
+        )
+        self._shards = ShardService(
+            connection, self._outbox, conversation, stage=stage, owner=self, name=name
+        )
         self._dropped = False
         self._changed = threading.Condition()
         self._unfinished = 0
+        self._heartbeat: Heartbeat | None = None
+        if peer is not None:
+            self._meet(peer)
 
     def run(self) -> str | None:
         """Serve until the connection ends; return the peer's parting ERROR text, if any."""
@@ -127,22 +166,25 @@ class Upstream:
             log.warning("%s: %s", self._name, e)
         except Exception:  # one connection's bug must not take the others along
             log.exception("%s failed", self._name)
-        with self._changed:
-            self._dropped = True
-            forwarders = list(self._forwarders.values())
+        self._dropped = True
         self.close()
-        for forwarder in forwarders:
-            forwarder.close()
+        self._forwarders.close()
         self._stage.timelines.orphan(self)
         return parting
 
     def close(self) -> None:
         """End the connection from any thread, after sending what waits; idempotent."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self._outbox.close()
         self._outbox.join(1.0)
         self._connection.close()
         with self._changed:
             self._changed.notify_all()
+
+    def forget_hop(self, address: Address) -> None:
+        """Close the connection to a next hop that is lost."""
+        self._forwarders.forget(address)
 
     def _finish_queued(self) -> None:
         """After an orderly end of stream, queued spans are still evaluated and answered."""
@@ -157,12 +199,13 @@ class Upstream:
             case FrameType.WORK:
                 self._work(frame)
             case FrameType.SNAPSHOT_SAVE_REQ:
-                self._refuse_save(frame)
+                self._shards.save(frame)
             case FrameType.SNAPSHOT_LOAD_BEGIN:
-                self._refuse_load(frame)
-            case _:
-                assert frame.type == EXT_HELLO  # the table admits nothing else
+                self._shards.load(frame)
+            case ExtType.HELLO:
                 self._greet(frame)
+            case _:  # the table admits nothing else
+                self._heed(frame)
 
     def _check_turn(self, frame: Frame) -> None:
         """Answer an ERROR to a frame that is not accepted, or not now."""
@@ -181,43 +224,32 @@ class Upstream:
     def _greet(self, frame: Frame) -> None:
         """Answer another ds4py's handshake; it decides whether we fit and tells us if not."""
         hello = decode_peer_hello(frame.body)
-        log.info(
-            "%s: ds4py %s %s, model %r", self._name, hello.version, hello.role, hello.model_name
-        )
-        self._conversation.sent(EXT_HELLO)
-        self._outbox.put(encode_peer_hello(self._stage.introduce()))
+        self._conversation.sent(ExtType.HELLO)
+        self._outbox.put(encode_peer_hello(self._stage.hello))
+        self._meet(hello)
 
-    def _refuse_save(self, frame: Frame) -> None:
-        """Refuse in the form of spec 2.5: the ids are echoed if they could be read."""
-        facts = self._stage.facts
-        try:
-            asked = SaveRequest.decode(frame.body)
-            session_id, request_id = asked.session_id, asked.request_id
-        except RemoteProtocolError:
-            session_id = request_id = 0
-        refusal = SnapshotBegin(
-            model_id=facts.model_id,
-            session_id=session_id,
-            request_id=request_id,
-            token_hash=0,
-            layer_start=facts.span.start,
-            layer_end=facts.span.end,
-            payload_bytes=0,
-            status=1,
-            message=_NO_SNAPSHOTS,
-        )
-        self._conversation.sent(FrameType.SNAPSHOT_BEGIN, refused=True)
-        self._outbox.put(encode(refusal))
-        log.warning("%s: refused to save a session (%d bytes)", self._name, len(frame.body))
+    def _meet(self, peer: PeerHello) -> None:
+        """Take note of who the peer is, and watch it if it wants that."""
+        self._stage.acquaintances.meet(f"{peer.role} {self._connection.peer.host}", peer)
+        timeout = agreed_timeout(self._stage.hello.alive_timeout, peer.alive_timeout)
+        if timeout is not None:
+            self._heartbeat = Heartbeat(self._connection, self._outbox, timeout, self._silent)
 
-    def _refuse_load(self, frame: Frame) -> None:
-        """Answer and close, since the shard that follows would be read as frames (spec 2.6)."""
-        record = SnapshotRecord.decode(frame.body)
-        self._conversation.sent(FrameType.SNAPSHOT_DONE)
-        self._outbox.put(
-            encode(SnapshotDone(request_id=record.request_id, status=1, message=_NO_SNAPSHOTS))
-        )
-        raise ClusterError("refused to load a session")
+    def _silent(self, loss: TransportError) -> None:
+        log.warning("%s: given up: %s", self._name, loss.what)
+        self._connection.close()
+
+    def _heed(self, frame: Frame) -> None:
+        """Do what a notice says."""
+        match decode_notice(frame):
+            case Alive():
+                pass  # its arrival was all
+            case Cancel(session_id, last_request):
+                self._stage.called_off.mark(SessionId(session_id), last_request)
+            case Drop(session_id):
+                self._stage.drop(SessionId(session_id))
+            case HopLost(host, port):
+                self._stage.hop_lost(Address(host, port))
 
     def _work(self, frame: Frame) -> None:
         verdict = check_work(frame.body, self._stage.facts)
@@ -252,6 +284,8 @@ class Upstream:
         """Check the session on the device thread and prepare its caches."""
         if self._dropped:
             raise CancelledError("the connection that asked is gone")
+        if self._stage.called_off.covers(claim.session, accepted.work.request_id):
+            raise CancelledError("cancelled")
         runner = self._stage.device.runner
         admission = self._stage.timelines.admit(claim, self)
         if admission.evict is not None:
@@ -264,7 +298,7 @@ class Upstream:
             pos0=claim.pos0,
             hidden=accepted.hidden,
             reset=admission.reset,
-            want=_wanted(accepted),
+            want=wanted(accepted),
             reply_bits=accepted.work.bits,
         )
 
@@ -276,7 +310,8 @@ class Upstream:
                 self._deliver(accepted, output)
             else:
                 self._stage.timelines.evaluation_failed(claim, output)
-                log.warning("%s: span at %d failed: %s", self._name, claim.pos0, output)
+                level = logging.DEBUG if isinstance(output, CancelledError) else logging.WARNING
+                log.log(level, "%s: span at %d failed: %s", self._name, claim.pos0, output)
                 refusal = error_result(accepted.work.request_id, str(output))
                 self._outbox.put(encode(refusal), self._answered)
         except TransportError as e:
@@ -308,79 +343,14 @@ class Upstream:
             self._concluded()
 
     def _deliver(self, accepted: AcceptedWork, output: SliceOutput) -> None:
-        work, telemetry = accepted.work, _telemetry(accepted, output)
+        work, telemetry = accepted.work, telemetry_of(accepted, output)
         if self._stage.tuning.decode_profile and work.n_tokens == 1:
             log.info("%s: decode at %d: eval %d us", self._name, work.pos0, output.eval_usec)
         if accepted.next_entry is None:
-            self._outbox.put(encode(_result(accepted, output, telemetry)), self._answered)
+            self._outbox.put(encode(final_result(accepted, output, telemetry)), self._answered)
             return
         assert output.hidden is not None
         entry = accepted.next_entry
         onward = forwarded(work, entry, output.hidden.data, work.bits)
-        self._forwarder(Address(entry.host, entry.port)).forward(
-            onward, telemetry, self._room.release
-        )
-
-    def _forwarder(self, address: Address) -> Forwarder:
-        with self._changed:
-            if self._dropped:  # nobody would close it
-                raise PeerClosedError("connection is closed", peer=str(self._connection.peer))
-            return self._latest_forwarder(address)
-
-    def _latest_forwarder(self, address: Address) -> Forwarder:
-        forwarder = self._forwarders.pop(address, None)
-        if forwarder is None:
-            forwarder = Forwarder(
-                address,
-                window=self._stage.tuning.forward_window,
-                dial=self._stage.dial,
-                reply=self._relay,
-            )
-            if len(self._forwarders) >= _MAX_NEXT_HOPS:  # a driver may name any host it likes
-                oldest = next(iter(self._forwarders))
-                self._forwarders.pop(oldest).close()
-        self._forwarders[address] = forwarder  # the last one is the latest in use
-        return forwarder
-
-
-def _wanted(accepted: AcceptedWork) -> Want:
-    """Return what this hop has to produce (spec 8.6)."""
-    if not accepted.is_final:
-        return Want.HIDDEN
-    if accepted.ack_only:
-        return Want.NOTHING
-    return Want.LOGITS if accepted.wants_logits else Want.HIDDEN
-
-
-def _payload(output: SliceOutput) -> tuple[ResultKind, memoryview, int]:
-    if output.logits is not None:
-        return ResultKind.LOGITS, output.logits.astype("<f4", copy=False).data.cast("B"), 32
-    if output.hidden is not None:
-        return ResultKind.HIDDEN_STATE, output.hidden.data, output.hidden.bits
-    return ResultKind.ACK, memoryview(b""), 0
-
-
-def _result(accepted: AcceptedWork, output: SliceOutput, telemetry: Telemetry) -> Result:
-    kind, payload, bits = _payload(output)
-    return Result(
-        request_id=accepted.work.request_id,
-        result_hash=accepted.work.result_hash,
-        result_kind=kind,
-        telemetry=(telemetry,),
-        payload=payload,
-        payload_bits=bits,
-    )
-
-
-def _telemetry(accepted: AcceptedWork, output: SliceOutput) -> Telemetry:
-    work = accepted.work
-    return Telemetry(
-        layer_start=work.layer_start,
-        layer_end=work.layer_end,
-        route_index=work.route_index,
-        pos0=work.pos0,
-        n_tokens=work.n_tokens,
-        eval_usec=min(output.eval_usec, 2**32 - 1),
-        input_bytes=work.token_bytes + work.input_hc_bytes,
-        output_bytes=_payload(output)[1].nbytes,
-    )
+        forwarder = self._forwarders.to(Address(entry.host, entry.port))
+        forwarder.forward(onward, telemetry, self._room.release)

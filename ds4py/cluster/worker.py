@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ds4py import __version__
+from ds4py.cluster.acquaintances import Acquaintances
+from ds4py.cluster.called_off import CalledOff
 from ds4py.cluster.checks import WorkerFacts
 from ds4py.cluster.device import DeviceThread
+from ds4py.cluster.enlistment import Enlistment, Papers
+from ds4py.cluster.introduction import plain_hello, worker_hello
 from ds4py.cluster.timelines import Timelines
 from ds4py.cluster.upstream import Stage, Upstream
 from ds4py.config import Address, SocketConfig, WorkerConfig
@@ -25,9 +28,9 @@ from ds4py.errors import Ds4Error
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.conversation import Conversation, Role
-from ds4py.wire.extensions import REWIND, PeerHello
-from ds4py.wire.frames import FrameType, coordinator_limits, worker_limits
-from ds4py.wire.messages import Hello, encode
+from ds4py.wire.extensions import PeerHello
+from ds4py.wire.frames import coordinator_limits, plain_limits, worker_limits
+from ds4py.wire.messages import ErrorText
 
 log = logging.getLogger(__name__)
 
@@ -47,44 +50,6 @@ def worker_facts(runner: SliceRunner) -> WorkerFacts:
         n_ctx=runner.n_ctx,
         n_vocab=card.n_vocab,
         hidden_width=card.hidden_width,
-    )
-
-
-def plain_hello(runner: SliceRunner, listen_port: int) -> Hello:
-    """Return the HELLO of the stock protocol (spec 2.1)."""
-    card, span = runner.card, runner.span
-    return Hello(
-        model_id=card.model_id,
-        quant_bits=card.quant_bits,
-        layer_start=span.start,
-        layer_end=span.end,
-        has_output=int(span.has_output),
-        has_hidden=1,
-        ctx_size=runner.n_ctx,
-        n_layers=card.n_layers,
-        listen_port=listen_port,
-        model_name=card.name.encode(),
-    )
-
-
-def worker_introduction(runner: SliceRunner, listen_port: int) -> PeerHello:
-    """Return the extension HELLO that answers another ds4py's."""
-    card, span = runner.card, runner.span
-    return PeerHello(
-        role="worker",
-        version=__version__,
-        features=(REWIND,) if runner.can_rewind else (),
-        model_id=card.model_id,
-        model_name=card.name,
-        n_layers=card.n_layers,
-        quant_bits=card.quant_bits,
-        ctx_size=runner.n_ctx,
-        layer_start=span.start,
-        layer_end=span.end,
-        has_output=span.has_output,
-        has_hidden=True,
-        listen_port=listen_port,
-        weight_bytes=runner.weight_bytes,
     )
 
 
@@ -127,10 +92,14 @@ class Worker:
             timelines=Timelines(runner.n_slots, can_rewind=runner.can_rewind),
             tuning=config.tuning,
             sockets=sockets,
-            introduce=lambda: worker_introduction(runner, self.address.port),
+            hello=worker_hello(runner, self.address.port, config),
             dial=self._dial_next_hop,
+            hop_lost=self._forget_hop,
+            called_off=CalledOff(),
+            acquaintances=Acquaintances(runner.card),
         )
-        self._limits = worker_limits(runner.n_ctx, runner.card.hidden_width)
+        limits = worker_limits(runner.n_ctx, runner.card.hidden_width)
+        self._limits = plain_limits(limits) if config.plain else limits
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._upstreams: set[Upstream] = set()
@@ -213,9 +182,15 @@ class Worker:
             log.error("%s: the peer refused us: %s", name, text)
         self._refusal = text or ""
 
-    def _serve(self, connection: Connection, name: str, conversation: Conversation) -> str | None:
+    def _serve(
+        self,
+        connection: Connection,
+        name: str,
+        conversation: Conversation,
+        peer: PeerHello | None = None,
+    ) -> str | None:
         """Serve one connection to its end; return the peer's parting ERROR text, if any."""
-        upstream = Upstream(connection, self._stage, name, conversation)
+        upstream = Upstream(connection, self._stage, name, conversation, peer)
         with self._lock:
             self._upstreams.add(upstream)
         try:
@@ -230,22 +205,35 @@ class Worker:
         """Dial the coordinator, serve it, and dial again for ever (spec 8.1)."""
         address = self._config.coordinator
         assert address is not None
+        enlistment = self._enlistment(address)
         said = ""
         while not self._stopping.is_set():
             start = time.monotonic()
-            text = self._serve_coordinator(address)
+            text = self._serve_coordinator(address, enlistment)
             repeated = text == said and time.monotonic() - start < _FLEETING_SECONDS
             if not (repeated or self._stopping.is_set()):  # it may go on for hours
                 log.warning("coordinator %s %s; dialling again", address, text)
             said = text
             self._stopping.wait(RECONNECT_PAUSE)
 
-    def _serve_coordinator(self, address: Address) -> str:
+    def _enlistment(self, address: Address) -> Enlistment:
+        papers = Papers(
+            plain=plain_hello(self._runner, self.address.port),
+            extended=None if self._config.plain else self._stage.hello,
+            limits=self._limits,
+        )
+        return Enlistment(address, papers, self._sockets, self._stopping.is_set)
+
+    def _serve_coordinator(self, address: Address, enlistment: Enlistment) -> str:
         """Dial once and serve; return why that ended."""
         try:
-            conversation = Conversation(Role.WORKER_CONTROL)
-            connection = self._dial_coordinator(address, conversation)
-            refusal = self._serve(connection, f"control {connection.peer}", conversation)
+            enlisted = enlistment.dial()
+            if isinstance(enlisted, ErrorText):
+                return f"refused us: {enlisted.text}"
+            connection = enlisted.connection
+            log.debug("connected to coordinator %s", connection.peer)
+            name = f"control {connection.peer}"
+            refusal = self._serve(connection, name, enlisted.conversation, enlisted.peer)
         except Ds4Error as e:
             return f"was not reached: {e}"
         except Exception as e:  # nobody else would dial the coordinator again
@@ -253,13 +241,12 @@ class Worker:
             return f"was given up: {e}"
         return "is gone" if refusal is None else f"refused us: {refusal}"
 
-    def _dial_coordinator(self, address: Address, conversation: Conversation) -> Connection:
-        sock = connect(address, self._sockets, stopped=self._stopping.is_set)
-        connection = Connection(sock, self._sockets, self._limits)
-        conversation.sent(FrameType.HELLO)
-        connection.send(encode(plain_hello(self._runner, self.address.port)))
-        log.debug("connected to coordinator %s", connection.peer)
-        return connection
+    def _forget_hop(self, address: Address) -> None:
+        """Close what leads to a next hop that is lost, whoever asked for it."""
+        with self._lock:
+            upstreams = list(self._upstreams)
+        for upstream in upstreams:
+            upstream.forget_hop(address)
 
     def _dial_next_hop(self, address: Address, stopped: Callable[[], bool]) -> Connection:
         """Connect to another worker's data port; no handshake of any kind (spec 5.5)."""

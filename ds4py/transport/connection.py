@@ -34,6 +34,12 @@ class Connection:
         sock: Connected and tuned; owned by this object from now on.
         config: Socket options, for the receive timeout outside handshakes.
         limits: Accepted frame types with their largest bodies.
+
+    Attributes:
+        peer: Numeric address of the other side.
+        local: Numeric address of our side.
+        receiving: Whether a thread waits for bytes now.
+        n_received: Grows whenever bytes come, also in the middle of a frame.
     """
 
     def __init__(self, sock: socket.socket, config: SocketConfig, limits: Mapping[int, int]):
@@ -49,6 +55,8 @@ class Connection:
             sock.close()
             raise
         self.local: Address = local_address(sock)
+        self.receiving = False
+        self.n_received = 0
         self._reader = FrameReader(limits, _allocate)
 
     def expect(self, limits: Mapping[int, int]) -> None:
@@ -70,6 +78,7 @@ class Connection:
         """
         if not self._enter():
             return None
+        self.receiving = True
         try:
             if timeout is None:
                 return self._receive(None)
@@ -78,6 +87,7 @@ class Connection:
             finally:
                 set_timeout(self._sock, socket.SO_RCVTIMEO, self._config.recv_timeout)
         finally:
+            self.receiving = False
             self._leave()
 
     def _receive(self, deadline: float | None) -> Frame | None:
@@ -97,6 +107,7 @@ class Connection:
                 if self._reader.mid_frame and not self._closed:
                     raise PeerClosedError("closed in the middle of a frame", peer=str(self.peer))
                 return None
+            self.n_received += 1
             frame = self._reader.filled(count)
             if frame is not None:
                 return frame

@@ -1,8 +1,9 @@
 """A bounded queue of frames in front of one connection, with the thread that sends them.
 
 Owns: the order of outgoing frames and the wait for room. Refuses to know: what is sent. Invariant:
-frames leave in the order in which `put` returned; a small frame leaves on the caller's own thread
-when nothing is waiting, since a thread switch costs more than the send.
+frames leave in the order in which `put` returned, those of `offer` before all that wait; a small
+frame leaves on the caller's own thread when nothing is waiting, since a thread switch costs more
+than the send.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ds4py.transport.connection import Buffer, Connection
 
 log = logging.getLogger(__name__)
 
+_SPARE: Final = 64  # frames of `offer` that may wait beyond the depth
 _INLINE_BYTES: Final = 256 << 10  # about what a socket buffer takes: the send hardly blocks
 
 Sent = Callable[[float], None]
@@ -40,11 +42,17 @@ class Outbox:
         self._depth = depth
         self._timeout = timeout
         self._waiting: deque[tuple[Sequence[Buffer], Sent | None]] = deque()
+        self._torn = False  # a part of the first frame that waits is out already
         self._busy = False
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being sent and nothing waits."""
+        return not self._waiting and not self._busy
 
     def put(self, pieces: Sequence[Buffer], sent: Sent | None = None) -> None:
         """Queue one frame, or send at once what the socket takes without waiting.
@@ -56,14 +64,9 @@ class Outbox:
         small = sum(len(p) for p in pieces) <= _INLINE_BYTES
         deadline = time.monotonic() + self._timeout
         with self._changed:
-            if small and not self._waiting and not self._busy and not self._closed:
-                start = time.monotonic()
-                rest = self._connection.send_now(pieces)
-                if not rest:
-                    if sent is not None:
-                        sent(time.monotonic() - start)
-                    return
-                pieces = rest  # the socket is full: the thread waits for it, not the caller
+            if small and self.idle and not self._closed:
+                self._send_or_queue(pieces, sent)
+                return
             while len(self._waiting) >= self._depth and not self._closed:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise TransportTimeoutError(
@@ -73,6 +76,36 @@ class Outbox:
                 raise PeerClosedError("connection is closed", peer=str(self._connection.peer))
             self._waiting.append((pieces, sent))
             self._changed.notify_all()
+
+    def offer(self, pieces: Sequence[Buffer]) -> bool:
+        """Send one small frame before all that wait, without ever waiting for room.
+
+        Returns:
+            False if the frame was left out: the outbox is closed, or too many wait already.
+
+        Raises:
+            TransportError: The connection did not survive the attempt.
+        """
+        with self._changed:
+            if self._closed or len(self._waiting) >= self._depth + _SPARE:
+                return False
+            if self.idle:
+                self._send_or_queue(pieces, None)
+            else:
+                self._waiting.insert(int(self._torn), (pieces, None))
+                self._changed.notify_all()
+            return True
+
+    def _send_or_queue(self, pieces: Sequence[Buffer], sent: Sent | None) -> None:
+        """Send what the socket takes at once; the thread waits for the rest, not the caller."""
+        start = time.monotonic()
+        rest = self._connection.send_now(pieces)
+        if rest:
+            self._torn = True
+            self._waiting.append((rest, sent))
+            self._changed.notify_all()
+        elif sent is not None:
+            sent(time.monotonic() - start)
 
     def _send(self, pieces: Sequence[Buffer], sent: Sent | None) -> None:
         start = time.monotonic()
@@ -88,7 +121,7 @@ class Outbox:
                         return
                     self._changed.wait()
                 pieces, sent = self._waiting.popleft()
-                self._busy = True
+                self._torn, self._busy = False, True
             try:
                 self._send(pieces, sent)
             except TransportError as e:

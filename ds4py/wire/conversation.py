@@ -1,13 +1,14 @@
 """Who may send which frame when: one table for both sides of a connection.
 
-Owns: the legal orders of frames (spec 1.3, 8.2, 11.1, and the extension HELLO). Refuses to know:
-bodies, sockets. Invariant: both sides obey the same table; a frame that it does not list is our bug
-when we are about to send it (`LocalProtocolError`) and the peer's when it arrives
+Owns: the legal orders of frames (spec 1.3, 8.2, 11.1, and those between ds4py peers). Refuses to
+know: bodies, sockets. Invariant: both sides obey the same table; a frame that it does not list is
+our bug when we are about to send it (`LocalProtocolError`) and the peer's when it arrives
 (`RemoteProtocolError`). A refused frame changes nothing.
 
 Two parties: the *driver* sends WORK (a coordinator, or the hop before), the *server* answers it (a
 worker). On a control connection the server dialled and introduces itself; on a data connection the
-driver dialled and starts at once, or asks for extensions first.
+driver dialled and starts at once, or asks for extensions first. After the extension hellos notices
+may stand between any two frames; they change nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import Enum
 from typing import Final
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
-from ds4py.wire.frames import EXT_HELLO, FrameType, type_name
+from ds4py.wire.frames import EXT_HELLO, ExtType, FrameType, type_name
 
 
 class Side(Enum):
@@ -96,6 +97,16 @@ TABLE: Final[Mapping[State, Moves]] = {
     },
     State.CLOSED: {},
 }
+NOTICES: Final = frozenset(
+    {
+        (Side.DRIVER, ExtType.ALIVE),
+        (Side.SERVER, ExtType.ALIVE),
+        (Side.DRIVER, ExtType.CANCEL),
+        (Side.DRIVER, ExtType.DROP),
+        (Side.DRIVER, ExtType.HOP_LOST),
+    }
+)
+"""What may be said at any time between peers that have exchanged extension hellos."""
 
 
 class Conversation:
@@ -105,12 +116,13 @@ class Conversation:
         role: Which end we are.
     """
 
-    __slots__ = ("_awaited", "_peer", "_us", "state")
+    __slots__ = ("_awaited", "_extended", "_peer", "_us", "state")
 
     def __init__(self, role: Role):
         self._us, self.state = role.value
         self._peer = Side.SERVER if self._us is Side.DRIVER else Side.DRIVER
         self._awaited = 0  # WORK without a RESULT yet
+        self._extended = False  # the extension hellos were exchanged
 
     def sent(self, frame_type: int, *, refused: bool = False) -> None:
         """Take note of a frame that we are about to send.
@@ -145,6 +157,9 @@ class Conversation:
 
     def _advance(self, sender: Side, frame_type: int, *, refused: bool) -> tuple[str, str] | None:
         """Move on, or return kind and text of what is wrong."""
+        open_to_notices = self._extended and self.state is not State.CLOSED
+        if open_to_notices and (sender, frame_type) in NOTICES:
+            return None
         refused_begin = refused and frame_type == FrameType.SNAPSHOT_BEGIN
         event = _REFUSED_BEGIN if refused_begin else frame_type
         following = TABLE[self.state].get((sender, event))
@@ -157,5 +172,7 @@ class Conversation:
             self._awaited -= 1
         elif frame_type == FrameType.WORK:
             self._awaited += 1
+        elif frame_type == EXT_HELLO:
+            self._extended = following is State.SERVING
         self.state = following
         return None

@@ -22,8 +22,8 @@ MAGIC: Final = b"DS4D"
 HEADER_BYTES: Final = 12
 MAX_U32: Final = 2**32 - 1
 
-EXT_HELLO: Final = 256
-"""Types from 256 up are spoken between ds4py peers only (`ds4py.wire.extensions`)."""
+MAX_HOST_BYTES: Final = 255
+"""Of a host in a frame of ours; a name of the Internet has at most 253."""
 
 MAX_CHUNK_DATA: Final = 8 << 20
 """Shard bytes in one SNAPSHOT_CHUNK (spec 2.7)."""
@@ -59,6 +59,19 @@ class FrameType(IntEnum):
     SNAPSHOT_CHUNK = 7
     SNAPSHOT_DONE = 8
     SNAPSHOT_LOAD_BEGIN = 9
+
+
+class ExtType(IntEnum):
+    """Types from 256 up are spoken between ds4py peers only (`ds4py.wire.extensions`)."""
+
+    HELLO = 256
+    ALIVE = 257
+    CANCEL = 258
+    DROP = 259
+    HOP_LOST = 260
+
+
+EXT_HELLO: Final = ExtType.HELLO
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +235,15 @@ def pack(record: struct.Struct, what: str, *values: int) -> bytes:
 
 def type_name(frame_type: int) -> str:
     """Name a frame type for people."""
-    if frame_type == EXT_HELLO:
-        return "EXT_HELLO"
-    try:
-        return FrameType(frame_type).name
-    except ValueError:
-        return f"frame type {frame_type}"
+    if frame_type in _NAMES:
+        return _NAMES[frame_type]
+    return f"frame type {frame_type}"
+
+
+_NAMES: Final = {
+    **{int(known): known.name for known in FrameType},
+    **{int(known): f"EXT_{known.name}" for known in ExtType},
+}
 
 
 def printable(raw: Buffer, limit: int = 511) -> str:
@@ -261,7 +277,16 @@ def worker_limits(n_ctx: int, hidden_width: int) -> dict[int, int]:
         FrameType.SNAPSHOT_LOAD_BEGIN: 60 + 4 * n_ctx + slack,
         FrameType.SNAPSHOT_CHUNK: 12 + MAX_CHUNK_DATA,
         EXT_HELLO: _TEXT_BYTES,
+        ExtType.ALIVE: 0,
+        ExtType.CANCEL: 16,
+        ExtType.DROP: 8,
+        ExtType.HOP_LOST: 2 + MAX_HOST_BYTES,
     }
+
+
+def plain_limits(limits: Mapping[int, int]) -> dict[int, int]:
+    """Return the limits of a process that knows nothing but the stock protocol."""
+    return {kind: size for kind, size in limits.items() if kind < EXT_HELLO}
 
 
 def coordinator_limits(n_vocab: int, hidden_width: int, max_span: int) -> dict[int, int]:
@@ -280,6 +305,7 @@ def coordinator_limits(n_vocab: int, hidden_width: int, max_span: int) -> dict[i
         FrameType.SNAPSHOT_CHUNK: 12 + MAX_CHUNK_DATA,
         FrameType.SNAPSHOT_DONE: 16 + _TEXT_BYTES,
         EXT_HELLO: _TEXT_BYTES,
+        ExtType.ALIVE: 0,
     }
 
 

@@ -28,6 +28,7 @@ RANGED = [
     ("DS4_DIST_WORKER_PREFETCH_DEPTH", "worker.prefetch_depth", 1, 8, 2),
     ("DS4_DIST_WORKER_FORWARD_WINDOW", "worker.forward_window", 1, 64, 4),
     ("DS4_DIST_PREFILL_SEND_DEPTH", "prefill.send_depth", 1, 8, 2),
+    ("DS4_METAL_GRAPH_RAW_CAP", "raw_cap", 1, 2**32 - 1, None),
 ]
 FATAL = [
     ("DS4_DIST_PREFILL_CHUNK", "prefill.chunk", 1, 2**32 - 1),

@@ -9,8 +9,8 @@ import threading
 import psutil
 import pytest
 
-from ds4py.cluster import coordinator as coordinator_module
 from ds4py.cluster import port as port_module
+from ds4py.cluster import reception as reception_module
 from ds4py.errors import (
     Ds4Error,
     TransportTimeoutError,
@@ -101,7 +101,7 @@ def test_acceptance_is_silent() -> None:
 
 
 def test_a_worker_that_never_introduces_itself_is_closed(monkeypatch) -> None:
-    monkeypatch.setattr(coordinator_module, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(reception_module, "HELLO_SECONDS", 0.1)
     with cluster([]) as c, connect(c.port.address, SOCKETS) as sock:
         sock.settimeout(20)
         sock.sendall(b"DS4D")
@@ -109,7 +109,7 @@ def test_a_worker_that_never_introduces_itself_is_closed(monkeypatch) -> None:
 
 
 def test_a_worker_that_introduces_itself_byte_by_byte_for_ever_is_closed(monkeypatch) -> None:
-    monkeypatch.setattr(coordinator_module, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(reception_module, "HELLO_SECONDS", 0.3)
     drip = b"".join(encode(hello(WHOLE)))[:-1]
     with cluster([]) as c, connect(c.port.address, SOCKETS) as sock:
         sock.settimeout(0.01)
@@ -171,7 +171,7 @@ def test_a_lost_link_is_not_planned_with_even_before_its_entry_is_gone() -> None
 
 @pytest.mark.parametrize("dials_in", [False, True])
 def test_after_closing_no_thread_and_no_socket_of_ours_is_left(dials_in, monkeypatch) -> None:
-    monkeypatch.setattr(coordinator_module, "HELLO_SECONDS", 600)
+    monkeypatch.setattr(reception_module, "HELLO_SECONDS", 600)
     monkeypatch.setattr(port_module, "_FIRST_WORD_SECONDS", 600)
     process = psutil.Process()
 
@@ -186,7 +186,7 @@ def test_after_closing_no_thread_and_no_socket_of_ours_is_left(dials_in, monkeyp
         silent = connect(c.port.address, SOCKETS)
         half = connect(c.port.address, SOCKETS)
         half.sendall(b"DS4D")
-        wait_until(lambda: len(c.coordinator._arriving) == 1, "one said its first word")
+        wait_until(lambda: len(c.coordinator._reception._arriving) == 1, "one said its first word")
     wait_until(lambda: set(threading.enumerate()) <= threads, "all threads ended")
     for ours in (silent, half):
         assert read_to_end(ours) == b""

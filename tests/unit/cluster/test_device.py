@@ -198,3 +198,22 @@ def test_a_call_returns_its_value_or_raises_its_error() -> None:
     with pytest.raises(CapacityError):
         device.call(refusing, timeout=10)
     device.close()
+
+
+def test_a_posted_function_runs_in_its_turn_and_disturbs_nobody() -> None:
+    calls: list[str] = []
+
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    with gated() as (device, gate):
+        job = Job(1)
+        device.submit(job.job)
+        device.post(broken)
+        device.post(lambda runner: calls.append(f"{len(runner.batches)} batches before"))
+        assert not calls
+        gate.open.set()
+        assert isinstance(job.outcome, SliceOutput)
+        wait_until(lambda: calls == ["2 batches before"], "it ran behind both spans")
+    device.post(lambda runner: calls.append("too late"))
+    assert len(calls) == 1

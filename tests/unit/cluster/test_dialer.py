@@ -7,8 +7,8 @@ import logging
 import numpy as np
 import pytest
 
-from ds4py.cluster import coordinator as coordinator_module
 from ds4py.cluster import dialer as dialer_module
+from ds4py.cluster import handshake as handshake_module
 from ds4py.cluster import worker as worker_module
 from ds4py.config import RouteEntry
 from ds4py.spans import LayerSpec
@@ -82,15 +82,14 @@ def test_a_worker_that_does_not_fit_is_told_in_both_logs_but_not_each_second(
     for module, name in ((dialer_module, "REDIAL_PAUSE"), (worker_module, "RECONNECT_PAUSE")):
         monkeypatch.setattr(module, name, 0.01)
     refusals: list[str] = []
-    check = coordinator_module.check_hello
+    check = handshake_module.check_hello
 
     def counted(hello, facts):
         refusal = check(hello, facts)
         refusals.append(refusal.text)
         return refusal
 
-    monkeypatch.setattr(coordinator_module, "check_hello", counted)
-    monkeypatch.setattr(dialer_module, "check_hello", counted)
+    monkeypatch.setattr(handshake_module, "check_hello", counted)
     with caplog.at_level(logging.WARNING):
         if dials_in:
             with cluster([]) as c:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +12,9 @@ import pytest
 
 from ds4py.cluster.link import Link, ReplyBox
 from ds4py.cluster.registry import LinkId
-from ds4py.errors import PeerClosedError, TransportError
+from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
 from ds4py.transport.connection import Connection
+from ds4py.wire.extensions import Alive, Drop
 from ds4py.wire.frames import coordinator_limits, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText, Result, encode
 from tests.clusters import span, wait_until
@@ -27,7 +29,7 @@ HOP = entry(span("0-5"))
 class Scene:
     """A link whose peer is answered by hand."""
 
-    def __init__(self, ours, theirs, timeout: float):
+    def __init__(self, ours, theirs, timeout: float, alive_timeout: float | None):
         self.closed: list[TransportError] = []
         self.box: ReplyBox = queue.SimpleQueue()
         self.peer = Connection(theirs, SOCKETS, worker_limits(N_CTX, WIDTH))
@@ -37,6 +39,7 @@ class Scene:
             connection,
             send_depth=2,
             timeout=timeout,
+            alive_timeout=alive_timeout,
             on_closed=lambda _, cause: self.closed.append(cause),
         )
         self.reading = Background(self.link.run)
@@ -49,10 +52,10 @@ class Scene:
 
 
 @contextmanager
-def scene(timeout: float = 10) -> Iterator[Scene]:
+def scene(timeout: float = 10, alive_timeout: float | None = None) -> Iterator[Scene]:
     with tcp_pair() as (ours, theirs):
         theirs.settimeout(None)
-        s = Scene(ours, theirs, timeout)
+        s = Scene(ours, theirs, timeout, alive_timeout)
         try:
             yield s
         finally:
@@ -185,3 +188,57 @@ def test_posts_that_race_with_the_end_are_all_answered_once() -> None:
             closing.result()
             assert {s.reply().request_id for _ in expected} == expected
             assert s.box.empty()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_link_that_is_hurried_ends_unless_all_is_answered_soon(answered) -> None:
+    with scene() as s:
+        s.link.hurry(0, "nobody waits")  # nothing to hurry for
+        s.post(1)
+        work = take_work(s.peer)
+        s.link.hurry(0.1, "no answer after a loss")
+        if answered:
+            s.peer.send(encode(logits_for(work)))
+            assert isinstance(s.reply().result, Result)
+            s.post(2)  # posted later: not meant
+            time.sleep(0.2)
+            assert not s.link.lost
+        else:
+            assert "no answer after a loss" in s.reply().result.what
+            assert s.link.lost
+
+
+def test_a_link_hears_signs_of_life_of_peers_that_agreed_to_give_them() -> None:
+    with scene() as s:
+        s.post(1)
+        s.peer.send(Alive().encode())
+        assert "EXT_ALIVE: expected RESULT" in s.reply().result.what
+
+
+def test_a_silent_peer_is_told_from_a_closed_one() -> None:
+    """Also if the reader, whom our close has woken, is the first to report the end."""
+    with scene(alive_timeout=0.2) as s:
+        close = s.link.connection.close
+
+        def close_and_wait() -> None:
+            close()
+            if threading.current_thread().name.startswith("heartbeat"):
+                wait_until(lambda: s.reading.done, "the reader has ended")
+
+        s.link.connection.close = close_and_wait  # type: ignore[method-assign]
+        s.post(1)
+        assert isinstance(s.reply().result, TransportTimeoutError)
+        s.reading.result()
+        assert [type(cause) for cause in s.closed] == [TransportTimeoutError]
+
+
+def test_a_notice_goes_before_the_spans_that_wait_and_never_raises() -> None:
+    with scene() as s:
+        s.link._outbox.put([bytes(1 << 26)])
+        wait_until(lambda: s.link.connection._users >= 2, "the socket is full")
+        s.post(1)
+        s.link.tell(Drop(7))
+        waiting = [bytes(pieces[0][4:8]) for pieces, _ in s.link._outbox._waiting]
+        assert waiting == [(259).to_bytes(4, "big"), (3).to_bytes(4, "big")]
+        s.link.close()
+        s.link.tell(Drop(7))

@@ -224,6 +224,14 @@ def test_no_session_is_given_up_for_a_span_that_is_refused() -> None:
     assert evaluate(stage, claim([5], [6]), US) == Admission()
 
 
+def test_a_session_that_has_ended_makes_room() -> None:
+    stage = lines(n_slots=1)
+    evaluate(stage, claim([], [5]))
+    stage.forget(B)
+    stage.forget(A)
+    assert evaluate(stage, claim([], [6], session=B)) == Admission(reset=True)
+
+
 @given(
     st.booleans(),
     st.lists(

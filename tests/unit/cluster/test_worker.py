@@ -15,9 +15,17 @@ from ds4py.cluster import worker as worker_module
 from ds4py.cluster.worker import Worker
 from ds4py.config import WorkerTuning
 from ds4py.errors import ClusterError
-from ds4py.wire.extensions import REWIND, PeerHello, decode_peer_hello, encode_peer_hello
+from ds4py.wire.extensions import (
+    CANCEL,
+    DROP,
+    HOP_LOST,
+    REWIND,
+    PeerHello,
+    decode_peer_hello,
+    encode_peer_hello,
+)
 from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame
-from ds4py.wire.messages import ErrorText, ResultKind, SaveRequest, decode, encode
+from ds4py.wire.messages import ErrorText, ResultKind, encode
 from tests.clusters import span, start_worker, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
 from tests.peers import N_CTX, Driver, driver, entry, hello
@@ -32,17 +40,6 @@ INTRODUCTION = PeerHello(
     n_layers=6,
     quant_bits=4,
     ctx_size=64,
-)
-
-
-SAVE = SaveRequest(
-    model_id=card().model_id,
-    session_id=7,
-    request_id=1 << 63,
-    token_hash=3,
-    token_count=0,
-    layer_start=0,
-    layer_end=5,
 )
 
 
@@ -145,28 +142,6 @@ def test_connections_are_bounded_and_one_that_ends_makes_room(monkeypatch) -> No
                 fourth.check([], PROMPT)
 
 
-def test_saving_and_loading_are_refused_in_the_form_of_the_protocol() -> None:
-    with driven() as (_, d):
-        for _ in range(2):
-            d.connection.send(encode(SAVE))
-            frame = Background(d.connection.receive).result()
-            assert frame is not None
-            begin = decode(frame)
-            assert (begin.status, begin.payload_bytes) == (1, 0)
-            assert (begin.session_id, begin.request_id) == (SAVE.session_id, SAVE.request_id)
-        d.connection.send(encode_frame(FrameType.SNAPSHOT_SAVE_REQ, bytes(41)))
-        frame = Background(d.connection.receive).result()
-        assert frame is not None
-        begin = decode(frame)
-        assert (begin.status, begin.session_id, begin.request_id) == (1, 0, 0)
-        d.check([], PROMPT)
-        d.connection.send(encode_frame(FrameType.SNAPSHOT_LOAD_BEGIN, bytes(60)))
-        frame = Background(d.connection.receive).result()
-        assert frame is not None
-        assert frame.type == FrameType.SNAPSHOT_DONE
-        assert Background(d.connection.receive).result() is None
-
-
 def test_an_error_frame_ends_the_connection_and_is_logged_once(caplog) -> None:
     with worker() as w:
         for _ in range(3):
@@ -185,7 +160,8 @@ def test_the_extension_hello_is_answered() -> None:
         assert frame.type == EXT_HELLO
         got = decode_peer_hello(frame.body)
         assert (got.role, got.layer_start, got.layer_end, got.has_output) == ("worker", 2, 3, False)
-        assert (got.features, got.listen_port) == ((REWIND,), w.address.port)
+        assert got.listen_port == w.address.port
+        assert set(got.features) == {CANCEL, DROP, HOP_LOST, REWIND}
         assert got.weight_bytes == 2000
         d.check([], PROMPT)
 

@@ -153,3 +153,55 @@ def test_a_callback_that_fails_ends_the_connection_instead_of_leaving_it_mute(ca
         with pytest.raises(PeerClosedError):
             box.put([b"x"])
     assert "test send failed" in caplog.text
+
+
+def test_an_offered_frame_leaves_before_all_that_wait_but_never_inside_one() -> None:
+    with connected({}, buffer_bytes=SMALL_BUFFERS) as (connection, peer):
+        box = outbox(connection)
+        box.put([b"a" * 200_000])  # the caller sends a part, the thread has the rest
+        wait_until(lambda: waiting(box) == 0, "the thread sends it")
+        box.put([b"b" * 300_000])
+        assert box.offer([b"1"])
+        assert box.offer([b"2"])
+        expected = b"a" * 200_000 + b"21" + b"b" * 300_000
+        assert read_exactly(peer, len(expected)) == expected
+        box.close()
+
+
+def test_an_offered_frame_never_stands_inside_one_that_was_begun() -> None:
+    """The moment between the caller's part and the thread's rest, held by the lock."""
+    with connected({}, buffer_bytes=SMALL_BUFFERS) as (connection, peer):
+        box = outbox(connection)
+        with box._changed:
+            box.put([b"a" * 200_000])
+            assert waiting(box) == 1
+            assert box.offer([b"1"])
+        expected = b"a" * 200_000 + b"1"
+        assert read_exactly(peer, len(expected)) == expected
+        box.close()
+
+
+def test_an_offer_never_waits_and_is_left_out_if_there_is_no_end_of_them() -> None:
+    with connected({}) as (connection, peer):
+        box = outbox(connection, depth=2)
+        box.put([bytes(BIG)])
+        wait_until(lambda: not box.idle and waiting(box) == 0, "the socket is full")
+        taken = 0
+        while box.offer([b"x"]):
+            taken += 1
+        assert 2 < taken < 1000
+        assert read_exactly(peer, BIG + taken)[-taken:] == b"x" * taken
+        box.close()
+        assert not box.offer([b"x"])
+
+
+def test_an_idle_outbox_sends_an_offer_at_once() -> None:
+    with connected({}) as (connection, peer):
+        box = outbox(connection)
+        assert box.idle
+        assert box.offer([b"ab", b"c"])
+        assert read_exactly(peer, 3) == b"abc"
+        connection.close()
+        with pytest.raises(PeerClosedError):
+            box.offer([b"x"])
+        box.close()

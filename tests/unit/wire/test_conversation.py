@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.conversation import Conversation, Role, Side, State
-from ds4py.wire.frames import EXT_HELLO, FrameType
+from ds4py.wire.frames import EXT_HELLO, ExtType, FrameType
 
 # One letter a frame. The driver speaks: W work, S save request, L load begin, c chunk, X extension
-# hello, e error. The server speaks: R result, B begin, N refused begin, k chunk, D done, H hello,
-# x extension hello, f error.
+# hello, e error, A alive, C cancel, P drop, G hop lost. The server speaks: R result, B begin, N
+# refused begin, k chunk, D done, H hello, x extension hello, f error, a alive.
 LETTERS = {
     "W": (Side.DRIVER, FrameType.WORK),
     "S": (Side.DRIVER, FrameType.SNAPSHOT_SAVE_REQ),
@@ -28,6 +28,12 @@ LETTERS = {
     "H": (Side.SERVER, FrameType.HELLO),
     "x": (Side.SERVER, EXT_HELLO),
     "f": (Side.SERVER, FrameType.ERROR),
+    "A": (Side.DRIVER, ExtType.ALIVE),
+    "C": (Side.DRIVER, ExtType.CANCEL),
+    "P": (Side.DRIVER, ExtType.DROP),
+    "G": (Side.DRIVER, ExtType.HOP_LOST),
+    "a": (Side.SERVER, ExtType.ALIVE),
+    "v": (Side.SERVER, ExtType.CANCEL),
     "?": (Side.SERVER, 77),
     "!": (Side.DRIVER, 77),
 }
@@ -36,11 +42,25 @@ _OPEN_END = "(?:SR*(?:Bk*)?|L[cR]*)?"  # a conversation may stop in the middle o
 _SERVED = _SERVING + _OPEN_END
 CONTROL = re.compile(f"(?:(?:H|xX){_SERVED}|x?)[ef]?")
 DATA = re.compile(f"(?:(?:Xx)?{_SERVED}|X)[ef]?")
-letters = st.text(st.sampled_from("WWRRSLcXeBNkDHxf?!"), max_size=8)
+NOTICES = "ACPGa"
+letters = st.text(st.sampled_from("WWRRSLcXeBNkDHxfACPGav?!"), max_size=8)
 legal = st.from_regex(CONTROL, fullmatch=True) | st.from_regex(DATA, fullmatch=True)
+extended_tail = st.lists(
+    st.sampled_from(["W", "R", "SN", "SB", "k", "D", "L", "c"]) | st.sampled_from(NOTICES)
+).map("".join)
+extended = st.sampled_from(["xX", "Xx"]).flatmap(lambda hellos: extended_tail.map(hellos.__add__))
+
+
+def without_notices(text):
+    """The text without the notices that may stand in it: after both hellos, before an error."""
+    if text[:2] not in {"xX", "Xx"}:
+        return text
+    said, error, rest = re.fullmatch("(..[^ef]*)([ef]?)(.*)", text).groups()
+    return re.sub(f"[{NOTICES}]", "", said) + error + rest
 
 
 def grammar_allows(text, grammar):
+    text = without_notices(text)
     answered = all(text[:n].count("R") <= text[:n].count("W") for n in range(len(text) + 1))
     return answered and grammar.fullmatch(text) is not None
 
@@ -51,12 +71,19 @@ def step(conversation, us, letter):
     move(frame_type, refused=letter == "N")
 
 
-@given(letters | legal, st.booleans())
+@given(letters | legal | extended, st.booleans())
 @example("HWSRNR", True)
 @example("SBkR", False)
 @example("Hf?", True)
 @example("LRcD", False)
 @example("WLRcDS", False)
+@example("xXWCaRAPG", True)
+@example("XxLcAcGD", False)
+@example("XxSBakaDa", False)
+@example("HA", True)
+@example("XAx", False)
+@example("Xxv", False)
+@example("XxfA", False)
 def test_both_sides_accept_exactly_what_the_grammar_says(text, control):
     grammar = CONTROL if control else DATA
     driver_role = Role.COORDINATOR_CONTROL if control else Role.DATA_DRIVER

@@ -1,4 +1,4 @@
-"""The extension hello: bounded, validated, open to fields of later versions."""
+"""What only ds4py peers say: bounded, validated, and a hello open to fields of later versions."""
 
 import json
 
@@ -10,12 +10,17 @@ from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.extensions import (
     EXT_HELLO,
     REWIND,
+    Alive,
+    Cancel,
+    Drop,
+    HopLost,
     PeerHello,
+    decode_notice,
     decode_peer_hello,
     encode_peer_hello,
 )
-from ds4py.wire.frames import hello_limits
-from tests.strategies import attempt, joined, peer_hellos, read_frames
+from ds4py.wire.frames import ExtType, Frame, coordinator_limits, hello_limits, worker_limits
+from tests.strategies import attempt, joined, peer_hellos, read_frames, u64
 
 HELLO = {
     "role": "worker",
@@ -104,6 +109,10 @@ def test_a_coordinator_may_own_no_layers():
         {"listen_port": 65536},
         {"weight_bytes": -1},
         {"weight_bytes": 2**63},
+        {"alive_timeout": 0},
+        {"alive_timeout": 0.19},
+        {"alive_timeout": 86401},
+        {"alive_timeout": True},
         {"nonce": "n" * 129},
     ],
 )
@@ -129,3 +138,56 @@ def test_more_than_64_kib_are_not_parsed():
 def test_a_hello_that_peers_refuse_is_not_sent(change):
     with pytest.raises(LocalProtocolError, match="EXT_HELLO"):
         encode_peer_hello(PeerHello(**HELLO | change))
+
+
+# --- notices ------------------------------------------------------------------------------------
+
+hosts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=255).filter(
+    lambda host: len(host.encode()) <= 255
+)
+notices = st.one_of(
+    st.just(Alive()),
+    st.builds(Cancel, u64, u64),
+    st.builds(Drop, u64),
+    st.builds(HopLost, hosts, st.integers(0, 65535)),
+)
+
+
+@given(notices)
+def test_decoding_an_encoded_notice_gives_the_notice(notice):
+    """And a worker takes it; a coordinator takes nothing but signs of life."""
+    raw = joined(notice.encode())
+    (frame,) = read_frames(raw, worker_limits(1, 1))
+    assert decode_notice(frame) == notice
+    (seen,) = read_frames(raw, coordinator_limits(1, 1, 1))
+    assert seen.discarded == (notice != Alive())
+
+
+@given(st.sampled_from([*ExtType, 1, 261, 2**32 - 1]), st.binary(max_size=300))
+def test_any_bytes_give_a_notice_or_a_remote_error(frame_type, raw):
+    notice, kind = attempt(lambda: decode_notice(Frame(frame_type, memoryview(raw))))
+    assert kind in {"", "X-NOTICE"}
+    if notice is not None:
+        assert joined(notice.encode()) == joined(
+            (b"DS4D", frame_type.to_bytes(4, "big"), len(raw).to_bytes(4, "big"), raw)
+        )
+
+
+@pytest.mark.parametrize(
+    ("notice", "too_long"),
+    [(Alive(), 1), (Cancel(1, 2), 17), (Drop(1), 9), (HopLost("h", 1), 2 + 256)],
+)
+def test_a_longer_notice_than_any_is_refused_before_it_is_read(notice, too_long):
+    header = joined(notice.encode())[:8] + too_long.to_bytes(4, "big")
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        read_frames(header + bytes(too_long), worker_limits(1, 1))
+
+
+@pytest.mark.parametrize(
+    "notice", [Cancel(2**64, 0), Cancel(0, -1), Drop(-1), HopLost("h", 65536), HopLost("", 1)]
+)
+def test_a_notice_that_does_not_fit_its_fields_is_not_sent(notice):
+    with pytest.raises(LocalProtocolError):
+        notice.encode()
+    with pytest.raises(LocalProtocolError):
+        HopLost("h" * 256, 1).encode()

@@ -14,6 +14,7 @@ from ds4py.wire.frames import (
     encode_header,
     hello_limits,
     pack,
+    plain_limits,
     printable,
     type_name,
     wire_text,
@@ -193,6 +194,7 @@ def test_a_field_that_does_not_fit_is_our_bug():
 
 def test_types_have_names_for_people():
     assert [type_name(n) for n in (1, EXT_HELLO, 77)] == ["HELLO", "EXT_HELLO", "frame type 77"]
+    assert [type_name(n) for n in (260, 261)] == ["EXT_HOP_LOST", "frame type 261"]
 
 
 def test_a_peer_text_becomes_one_short_harmless_line():
@@ -225,3 +227,9 @@ def test_a_result_may_be_as_large_as_its_largest_payload():
 def test_nobody_accepts_hello_where_results_are_read():
     assert FrameType.HELLO not in coordinator_limits(8, 8, 8)
     assert FrameType.HELLO not in worker_limits(8, 8)
+
+
+def test_plain_limits_know_nothing_but_the_nine_types():
+    plain = plain_limits(worker_limits(512, 1024))
+    assert set(plain) == {2, 3, 5, 7, 9}
+    assert plain[FrameType.WORK] == worker_limits(512, 1024)[FrameType.WORK]
