@@ -1,0 +1,348 @@
+"""Honest bytes to begin with: recorded conversations of C programs, and generated ones.
+
+Owns: reading the recordings, one honest example of everything that ds4py can say. Refuses to know:
+damage, sockets. Invariant: everything here is the same in every process.
+
+Generated talks are about the fake model of the tests (six layers, eight values a row), so that they
+are small; recorded ones about ds4's tiny model, which `RECORDED_MODEL` describes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from ds4py.contracts import CacheForm, ModelCard
+from ds4py.snapshot import CacheSizes, Capacities, Shard, Whole, write_dsv4, write_dsvl
+from ds4py.spans import LayerSpan, whole_model
+from ds4py.wire.extensions import Alive, Cancel, Drop, HopLost, PeerHello, encode_peer_hello
+from ds4py.wire.frames import Buffer
+from ds4py.wire.messages import (
+    ErrorText,
+    LoadBegin,
+    Message,
+    Result,
+    ResultKind,
+    SaveRequest,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotDone,
+    Telemetry,
+    Work,
+    WorkFlags,
+    encode,
+    error_result,
+)
+from ds4py.wire.prefix_hash import prefix_hash
+from ds4py.wire.route import RouteEntry
+from interop.fuzz.damage import Talk, cut_frames
+from tests import golden
+from tests.clusters import span
+from tests.fake_runner import N_VOCAB, WIDTH, card
+from tests.peers import N_CTX, entry, hello, make_work
+
+N_LAYERS: Final = 6
+PROMPT: Final = (5, 80, 3, 41, 9)
+TAIL: Final = span("2-5")
+"""Layers of the worker that the generated talks address."""
+
+REQUEST: Final = 0xF0_52_45_51_55_45_53_54
+HASH: Final = 0xF1_54_4F_4B_45_4E_48_53
+SESSION: Final = 0xF2_53_45_53_53_49_4F_4E
+"""Stand for the request id, the token hash and the session id that only the asked peer learns."""
+
+RECORDED_MODEL: Final = ModelCard(
+    model_id=2,
+    name="DeepSeek V4 Tiny",
+    architecture="deepseek4",
+    n_layers=N_LAYERS,
+    n_vocab=768,
+    hidden_width=1024,
+    n_ctx_train=512,
+    quant_bits=2,
+    cache_form=CacheForm(ratios=(0,) * N_LAYERS, width=1024, index_width=0, window=512),
+)
+RECORDED_SPAN: Final = LayerSpan(2, 3)
+RECORDED_CTX: Final = 512
+
+Direction = Literal["to worker", "from worker"]
+
+_STREAM: Final = re.compile(r"wire/\w+\.(ctl|data)[AB]-\d+\.(c2s|s2c)\.bin")
+
+
+def talk_of(*messages: Iterable[Buffer]) -> Talk:
+    """Return encoded messages as frames."""
+    return cut_frames(b"".join(bytes(piece) for pieces in messages for piece in pieces))
+
+
+def said(*messages: Message) -> Talk:
+    """Return messages of the stock protocol as frames."""
+    return talk_of(*(encode(message) for message in messages))
+
+
+# --- recorded --------------------------------------------------------------------------------
+
+
+@cache
+def recorded(direction: Direction) -> Sequence[Talk]:
+    """Return what recorded programs said, one talk a connection, and single bad requests."""
+    talks = [
+        cut_frames(golden.load_bytes(name))
+        for name in sorted(golden.manifest())
+        if (match := _STREAM.fullmatch(name)) and _direction(match) == direction
+    ]
+    target = "worker" if direction == "to worker" else "coordinator"
+    cases = golden.load_json("wire/errors.json")["cases"]
+    requests = [_sent(case) for case in cases if case["target"].startswith(target)]
+    return [talk for talk in (*talks, *map(cut_frames, requests)) if talk]
+
+
+def recorded_work() -> bytes:
+    """Return a recorded span that needs no next hop and empties its session first."""
+    cases = golden.load_json("wire/errors.json")["cases"]
+    return _sent(next(case for case in cases if case["name"] == "work_ok_hidden_result"))
+
+
+def _direction(stream: re.Match[str]) -> Direction:
+    dialled_by_worker = stream[1] == "ctl"
+    return "from worker" if dialled_by_worker == (stream[2] == "c2s") else "to worker"
+
+
+def _sent(case: dict[str, Any]) -> bytes:
+    if case["sent_hex"] is not None:
+        return bytes.fromhex(case["sent_hex"])
+    return b"".join(
+        bytes.fromhex(part["hex"]) if "hex" in part else bytes(part["zeros"])
+        for part in case["sent_parts"]
+    )
+
+
+# --- generated -------------------------------------------------------------------------------
+
+
+@cache
+def to_worker() -> Sequence[Talk]:
+    """Return what a driver may say to a worker of `TAIL`."""
+    notices = (Alive(), Cancel(1, 2), Drop(7), HopLost("127.0.0.1", 9))
+    greeting = encode_peer_hello(peer_hello("coordinator"))
+    return [
+        *(_prompt((entry(TAIL),), bits=bits) for bits in (0, 32, 16, 8)),
+        _prompt((entry(span("2-3")), entry(span("4-5"))), bits=16),
+        said(_work((), PROMPT, 1), _save_request(), _work(PROMPT, (7,), 2)),
+        said(*_load(), _work(PROMPT, (7,), 2)),
+        talk_of(greeting, *(notice.encode() for notice in notices)),
+        talk_of(greeting, encode(_work((), PROMPT, 1)), Cancel(1, 9).encode(), Drop(1).encode()),
+        said(ErrorText.of("we part")),
+    ]
+
+
+@cache
+def introductions() -> Sequence[Talk]:
+    """Return what a caller may say at a coordinator's door, and what may follow."""
+    plain, extended = hello(whole_model(N_LAYERS)), peer_hello("worker")
+    return [
+        said(plain),
+        talk_of(encode_peer_hello(extended)),
+        said(hello(TAIL), Result(request_id=1)),
+        talk_of(encode_peer_hello(extended), Alive().encode(), encode(error_result(1, "no"))),
+        said(plain, ErrorText.of("good-bye")),
+    ]
+
+
+@cache
+def answers() -> Sequence[Talk]:
+    """Return what a worker of all layers may answer to a span; see `answering`."""
+    logits, rows = np.arange(N_VOCAB, dtype="<f4"), np.ones((len(PROMPT), WIDTH), "<f4")
+    return [
+        said(_result(ResultKind.LOGITS, logits.tobytes())),
+        said(_result(ResultKind.HIDDEN_STATE, rows.tobytes())),
+        said(_result(ResultKind.HIDDEN_STATE, bytes(rows.size), bits=8)),
+        said(_result(ResultKind.ACK, b"", bits=0)),
+        said(error_result(REQUEST, "no room")),
+        said(_result(ResultKind.LOGITS, logits.tobytes()), error_result(3, "")),
+        said(ErrorText.of("we part")),
+    ]
+
+
+@cache
+def transfers() -> Sequence[Talk]:
+    """Return what a worker of all layers may answer when its session is saved or loaded."""
+    payload = b"".join(write_dsvl(_shard(whole_model(N_LAYERS))))
+    begin = SnapshotBegin(
+        model_id=card().model_id,
+        session_id=SESSION,
+        request_id=REQUEST,
+        token_hash=HASH,
+        layer_start=0,
+        layer_end=N_LAYERS - 1,
+        payload_bytes=len(payload),
+    )
+    chunks = [payload[:100], payload[100:]]
+    arriving = [SnapshotChunk(REQUEST, memoryview(part)) for part in chunks]
+    done = SnapshotDone(REQUEST)
+    return [
+        said(begin, *arriving, done),
+        said(done),
+        said(SnapshotDone(REQUEST, 1, b"no room")),
+    ]
+
+
+def peer_hello(role: Literal["coordinator", "worker"]) -> PeerHello:
+    """Return an extension hello of the fake model that leaves no field at its default."""
+    identity, layers = card(), whole_model(N_LAYERS)
+    return PeerHello(
+        role=role,
+        version="1.2.3",
+        build="0badf00d",
+        features=("rewind", "cancel", "drop", "hop-lost", "of-the-future"),
+        model_id=identity.model_id,
+        model_name=identity.name,
+        n_layers=N_LAYERS,
+        quant_bits=identity.quant_bits,
+        ctx_size=N_CTX,
+        layer_start=layers.start,
+        layer_end=layers.end,
+        has_output=True,
+        listen_port=7000,
+        weight_bytes=1 << 40,
+        alive_timeout=10.0,
+        fingerprint="f" * 64,
+        nonce="n" * 32,
+    )
+
+
+def answering(data: bytes, *, request_id: int, token_hash: int, session_id: int) -> bytes:
+    """Return an answer that names the request it is for, as far as damage has left it."""
+    told = {REQUEST: request_id, HASH: token_hash, SESSION: session_id}
+    for stand_in, value in told.items():
+        data = data.replace(stand_in.to_bytes(8), value.to_bytes(8))
+    return data
+
+
+def _prompt(hops: Sequence[RouteEntry], *, bits: int) -> Talk:
+    """A prompt in two chunks, then a token."""
+    chunk, rest = PROMPT[:3], PROMPT[3:]
+    width = bits or 32
+    works = (
+        make_work(hops, (), chunk, request_id=1, bits=width, extra_flags=WorkFlags.ACK_ONLY),
+        make_work(hops, chunk, rest, request_id=2, bits=width, input_hc_bits=bits),
+        make_work(hops, PROMPT, (7,), request_id=(1 << 64) - 1, bits=width),
+    )
+    return said(*works)
+
+
+def _work(before: Sequence[int], tokens: Sequence[int], request_id: int) -> Work:
+    return make_work((entry(TAIL),), before, tokens, request_id=request_id)
+
+
+def _save_request() -> SaveRequest:
+    return SaveRequest(
+        model_id=card().model_id,
+        session_id=1,
+        request_id=1 << 63,
+        token_hash=prefix_hash(PROMPT),
+        token_count=len(PROMPT),
+        layer_start=TAIL.start,
+        layer_end=TAIL.end,
+    )
+
+
+def _load() -> Iterator[LoadBegin | SnapshotChunk]:
+    payload = b"".join(write_dsvl(_shard(TAIL)))
+    yield LoadBegin(
+        model_id=card().model_id,
+        session_id=1,
+        request_id=1 << 63,
+        token_hash=prefix_hash(PROMPT),
+        layer_start=TAIL.start,
+        layer_end=TAIL.end,
+        payload_bytes=len(payload),
+        tokens=PROMPT,
+    )
+    for part in (payload[:100], payload[100:]):
+        yield SnapshotChunk(1 << 63, memoryview(part))
+
+
+def _result(kind: ResultKind, payload: bytes, *, bits: int = 32) -> Result:
+    record = Telemetry(
+        layer_start=0,
+        layer_end=N_LAYERS - 1,
+        route_index=0,
+        pos0=0,
+        n_tokens=len(PROMPT),
+        eval_usec=1000,
+        input_bytes=0,
+        output_bytes=len(payload),
+    )
+    return Result(
+        request_id=REQUEST,
+        result_hash=HASH,
+        result_kind=kind,
+        telemetry=(record,),
+        payload=memoryview(payload),
+        payload_bits=bits,
+    )
+
+
+# --- saved sessions --------------------------------------------------------------------------
+
+SIZES: Final = CacheSizes(ratios=(0, 4), width=3, index_width=2, window=8, n_vocab=11)
+"""A model whose payloads have every kind of part and are small."""
+
+SIZES_CTX: Final = 40
+
+
+def payload_whole() -> bytes:
+    """Return a `DSV4` payload of `SIZES`."""
+    tokens = np.arange(13, dtype=np.uint32) % SIZES.n_vocab
+    whole = Whole(
+        tokens=tokens,
+        logits=np.linspace(-1, 1, SIZES.n_vocab, dtype=np.float32),
+        cache=shard_of(SIZES, LayerSpan(0, 1), SIZES_CTX, len(tokens)),
+    )
+    return b"".join(write_dsv4(whole))
+
+
+def payload_part() -> bytes:
+    """Return a `DSVL` payload of layer 1 of `SIZES`."""
+    return b"".join(write_dsvl(shard_of(SIZES, LayerSpan(1, 1), SIZES_CTX, 13)))
+
+
+def payload_session() -> bytes:
+    """Return a `DSV4` payload of the fake model."""
+    whole = Whole(
+        tokens=np.array(PROMPT, np.uint32),
+        logits=np.zeros(N_VOCAB, np.float32),
+        cache=_shard(whole_model(N_LAYERS)),
+    )
+    return b"".join(write_dsv4(whole))
+
+
+def shard_of(sizes: CacheSizes, layers: LayerSpan, n_ctx: int, n_tokens: int) -> Shard:
+    """Return a cache whose values say nothing."""
+    return Shard(
+        sizes=sizes,
+        span=layers,
+        capacities=Capacities.of(n_ctx, sizes.window),
+        n_tokens=n_tokens,
+        layers=[
+            [np.full(shape, 0.5, np.float32) for shape in sizes.shapes(layer, n_tokens)]
+            for layer in layers.layers
+        ],
+    )
+
+
+def _shard(layers: LayerSpan) -> Shard:
+    form = card().saved_form()
+    sizes = CacheSizes(
+        ratios=form.ratios,
+        width=form.width,
+        index_width=form.index_width,
+        window=form.window,
+        n_vocab=N_VOCAB,
+    )
+    return shard_of(sizes, layers, N_CTX, len(PROMPT))
