@@ -6,6 +6,7 @@ consumed, so whoever gets the socket reads the stream from its start.
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from enum import Enum
@@ -35,6 +36,7 @@ def first_words(sock: socket.socket, *, timeout: float) -> Spoken:
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         set_timeout(sock, socket.SO_RCVTIMEO, max(left, 0.001))
+        ended = _has_ended(sock)  # asked first: what is seen after that is all there will be
         try:
             seen = sock.recv(len(_MAGIC), socket.MSG_PEEK)
         except OSError:
@@ -45,5 +47,17 @@ def first_words(sock: socket.socket, *, timeout: float) -> Spoken:
             return Spoken.DS4D
         if not _MAGIC.startswith(seen):
             return Spoken.OTHER
+        if ended:
+            return Spoken.NOTHING
         time.sleep(_PAUSE)  # a prefix of the magic: peeking returns at once, so wait for the rest
     return Spoken.NOTHING
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Tell whether the other side has closed, where the system can tell that before it is read."""
+    ended = getattr(select, "POLLRDHUP", 0)
+    if not ended:
+        return False
+    poll = select.poll()
+    poll.register(sock, ended)
+    return bool(poll.poll(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
@@ -60,7 +61,11 @@ def test_too_few_words_are_nothing_after_the_timeout(words) -> None:
         assert classify(ours, timeout=0.05) is Spoken.NOTHING
 
 
-def test_a_caller_that_hangs_up_said_nothing() -> None:
+@pytest.mark.parametrize("words", [b"", b"D", b"DS4"])
+def test_a_caller_that_hangs_up_said_nothing(words) -> None:
     with tcp_pair() as (ours, theirs):
+        theirs.sendall(words)
         theirs.close()
+        started = time.monotonic()
         assert classify(ours) is Spoken.NOTHING
+        assert time.monotonic() - started < 5  # it does not wait for the rest
