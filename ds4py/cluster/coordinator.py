@@ -32,6 +32,7 @@ from ds4py.errors import (
     CancelledError,
     ClusterError,
     Ds4Error,
+    RemoteProtocolError,
     RouteIncompleteError,
     TransportError,
     TransportTimeoutError,
@@ -191,7 +192,12 @@ class Coordinator:
 
     def _apply_head(self, hidden: HiddenBatch) -> F32:
         """Run the output head for a last hop that has none."""
-        assert self.local is not None  # otherwise the planner finds no route
+        if self.local is None:  # the planner asks for none, but a peer may answer with one
+            raise RemoteProtocolError(
+                "the last stage answered with hidden states, expected logits: this coordinator has "
+                "no output head",
+                kind="R-KIND",
+            )
         timeout = self.config.result_timeout
         return self.local.call(lambda runner: runner.apply_head(hidden), timeout=timeout)
 

@@ -6,8 +6,8 @@ operation has a connection of its own, to the hop's data port, and ends in bound
 that happens on it touches the route.
 
 What we ask of a route: every stage has the same context (spec 15, Q23). Shards that differ in
-`prefill_cap` or `raw_cap`, which a C coordinator refuses, are joined: neither says anything about
-the tensors, and the payload names those of the first stage.
+`prefill_cap`, `raw_cap` or `comp_cap`, which a C coordinator refuses, are joined: none of these says
+anything about the tensors, and the payload names those of the first stage.
 """
 
 from __future__ import annotations

@@ -447,11 +447,10 @@ def test_statement_080_no_row_and_no_logits(answer: Answers) -> None:
         assert is_lost(peer, running)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="a coordinator without layers asserts a head")
 def test_statement_080_a_row_that_nobody_can_use() -> None:
     """A row for a coordinator that has no head is a clear error of the call."""
     with driven() as (_, peer, session):
         running = Background(lambda: session.sync(SEVEN))
         peer.send(RESULT, hidden(peer.asked(), 7))
-        with pytest.raises(Ds4Error):
+        with pytest.raises(Ds4Error, match="has no output head"):
             running.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -348,3 +349,19 @@ def test_statement_094_other_cuts() -> None:
             at = end
             peer.send(DONE, done(request_id))
         running.result()
+
+
+def test_statement_094_scores_of_empty_slots() -> None:
+    """A session is saved also if the scores of its empty slots are infinite.
+
+    Differs from C: minus infinity in a score is handed on as -1e30, so that shard is not the same
+    byte for byte, but one that every engine can compute with.
+    """
+    with two_hops(MIXED) as scene:
+        # of the first hop: two layers' raw rows, and no compressed row but the state of the second
+        at = 56 + 8 * 3 + 4 * (2 * 6 * 8 + 128 * 8)
+        infinite, finite = (
+            scene.shards[0][:at] + struct.pack("<f", score) + scene.shards[0][at + 4 :]
+            for score in (-np.inf, -1e30)
+        )
+        assert scene.saves([infinite, scene.shards[1]]) == scene.saves([finite, scene.shards[1]])
