@@ -4,7 +4,8 @@ Owns: `tests/golden/` and its `MANIFEST.json`. Invariant: a file that is missing
 changed fails the test that asks for it; nothing is skipped, and no test writes into that folder.
 
 Most recordings lie in `.tar.xz` archives. They are unpacked once into `build/golden`, in a folder
-that carries the archive's hash.
+that carries the archive's hash. `fuzz/` holds inputs of our own that once failed; they are no
+recordings and not listed.
 """
 
 import functools

@@ -12,7 +12,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from ds4py.cluster.acquaintances import Acquaintances
@@ -24,7 +25,7 @@ from ds4py.cluster.link import Link
 from ds4py.cluster.planner import Demand, plan_route
 from ds4py.cluster.reception import Reception
 from ds4py.cluster.registry import LinkId, Registry, WorkerRecord
-from ds4py.cluster.route import Route, route_blob
+from ds4py.cluster.route import Lost, Route, route_blob
 from ds4py.cluster.telemetry import RouteTelemetry
 from ds4py.config import CoordinatorConfig, SocketConfig
 from ds4py.contracts import Cancelled, Health, ModelCard, SessionId, SliceRunner, StageStatus
@@ -32,7 +33,6 @@ from ds4py.errors import (
     CancelledError,
     ClusterError,
     Ds4Error,
-    RemoteProtocolError,
     RouteIncompleteError,
     TransportError,
     TransportTimeoutError,
@@ -79,6 +79,7 @@ class Coordinator:
         self._changed = threading.Condition()
         self._route: Route | None = None
         self._was_complete = False
+        self._watched: dict[object, tuple[Collection[WorkerRecord], Lost]] = {}
         self._closed = False
         self._link_ids = itertools.count(1)
         self._request_ids = itertools.count(1)
@@ -175,9 +176,10 @@ class Coordinator:
             link=self._links[hops[0].link] if hops else None,
             blob=route_blob(hops) if hops else b"",
             local=self.local,
-            apply_head=self._apply_head,
+            apply_head=self._apply_head if self._demand().local_head else None,
             telemetry=self.telemetry,
             tell=self._tell,
+            watching=self._watching,
             can_rewind=local_rewinds and all(REWIND in hop.features for hop in hops),
         )
 
@@ -192,12 +194,7 @@ class Coordinator:
 
     def _apply_head(self, hidden: HiddenBatch) -> F32:
         """Run the output head for a last hop that has none."""
-        if self.local is None:  # the planner asks for none, but a peer may answer with one
-            raise RemoteProtocolError(
-                "the last stage answered with hidden states, expected logits: this coordinator has "
-                "no output head",
-                kind="R-KIND",
-            )
+        assert self.local is not None  # otherwise the route has no `apply_head`
         timeout = self.config.result_timeout
         return self.local.call(lambda runner: runner.apply_head(hidden), timeout=timeout)
 
@@ -277,15 +274,33 @@ class Coordinator:
         if record is None or self._closed:
             return
         log.warning("%s left: %s", record.name, cause.what)
-        if isinstance(cause, TransportTimeoutError):  # connections to it do not break by themselves
-            self._announce_loss(record)
-            if route is not None:
-                _hurry(route, record)
+        self._announce_loss(record)
+        if isinstance(cause, TransportTimeoutError) and route is not None:
+            _hurry(route, record)  # connections to it do not break by themselves
+
+    @contextmanager
+    def _watching(self, hops: Collection[WorkerRecord], lost: Lost) -> Iterator[None]:
+        """Call a function, from any thread, if one of some hops is lost, now or meanwhile."""
+        key = object()
+        with self._changed:
+            self._watched[key] = (hops, lost)
+            late = not set(hops).issubset(self._registry.records)
+        if late:
+            lost()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._watched[key]
 
     def _announce_loss(self, lost: WorkerRecord) -> None:
-        """Let the other stages answer what they have sent to a lost one."""
+        """Tell who uses a lost stage, and let the others answer what they have sent to it."""
         with self._changed:
             workers = self._registry.records
+            watched = list(self._watched.values())
+        for hops, told in watched:  # first: what comes after the next notice may dial it anew
+            if lost in hops:
+                told()
         self._tell(workers, HOP_LOST, HopLost(lost.address.host, lost.address.port))
 
     def _tell(self, workers: Iterable[WorkerRecord], feature: str, notice: Notice) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +101,9 @@ class SpanRun:
         self._logits: F32 | None = None
         self._cancelled: Cancelled | None = None
         self._answer_due = 0.0
+        self._posting = threading.Lock()
         self._last_request = 0
+        self._broken = False
         self._first_failed = len(spans)
 
     @property
@@ -116,6 +119,11 @@ class SpanRun:
                 that can were told to leave out those that had not begun.
             Ds4Error: The first thing that went wrong, or the loss of the link after it.
         """
+        route = self._drive.route
+        with route.watching(route.hops, self._break_off):
+            return self._run(cancelled)
+
+    def _run(self, cancelled: Cancelled | None) -> F32:
         error: Ds4Error | None = None
         self._cancelled = cancelled
         while not self._window.done:
@@ -141,6 +149,18 @@ class SpanRun:
             notice = Cancel(self._drive.session, self._last_request)
             route.tell(route.may_skip, CANCEL, notice)
 
+    def _break_off(self) -> None:
+        """Send no more over a route that has lost a stage, and call off what is on its way there.
+
+        All of it must be evaluated again, so no stage needs to keep up with the others.
+        """
+        route = self._drive.route
+        with self._posting:
+            self._broken = True
+            last = self._last_request
+        if last:
+            route.tell(route.hops, CANCEL, Cancel(self._drive.session, last))
+
     @staticmethod
     def _guard(step: Callable[[], None]) -> Ds4Error | None:
         """Turn a failure into a value, since what is in flight must be waited for first."""
@@ -160,8 +180,7 @@ class SpanRun:
             self._window.submitted()
             self._answered(index)
             return
-        work = self._work(span, hidden)
-        self._last_request = work.request_id
+        work = self._next_work(span, hidden)
         self._index_of[work.request_id] = index
         self._expect_answer()
         route.link.post(work, self._box)
@@ -190,6 +209,15 @@ class SpanRun:
         if output.logits is not None:
             self._logits = output.logits
         return output.hidden
+
+    def _next_work(self, span: Span, hidden: HiddenBatch | None) -> Work:
+        """Return a span that a break cancels from now on, or none after it."""
+        with self._posting:
+            if self._broken:
+                raise RemoteWorkError("a stage is lost", hop="the route")
+            work = self._work(span, hidden)
+            self._last_request = work.request_id
+        return work
 
     def _work(self, span: Span, hidden: HiddenBatch | None) -> Work:
         drive, hop = self._drive, self._drive.route.hops[0]
@@ -263,9 +291,17 @@ class SpanRun:
         if not span.is_last:
             return
         if verdict.hidden is not None:
-            self._logits = route.apply_head(verdict.hidden)
+            self._logits = self._apply_head(verdict.hidden)
         else:
             self._logits = np.frombuffer(verdict.payload, "<f4")
+
+    def _apply_head(self, hidden: HiddenBatch) -> F32:
+        """Take hidden states for logits; a peer may send some where nobody can use them."""
+        apply_head = self._drive.route.apply_head
+        if apply_head is None:
+            text = "hidden states, expected logits: this coordinator has no output head"
+            raise self._failure(FailedResult(cause="transport", kind="R-KIND", text=text))
+        return apply_head(hidden)
 
     def _expected(self, span: Span) -> ExpectedResult:
         if not self._pipelined:

@@ -7,7 +7,8 @@ equals the registry's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,9 @@ from ds4py.spans import LayerSpan
 from ds4py.wire.extensions import Notice
 from ds4py.wire.route import RouteEntry, encode_route
 
+Lost = Callable[[], None]
+"""Told of a loss, on any thread; must return at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
@@ -34,9 +38,12 @@ class Route:
         link: Connection to hop 0; None without hops.
         blob: Encoded route, forwarded unchanged by every hop.
         local: Device of the coordinator's own layers; None if it owns none.
-        apply_head: Turns the last row of a hidden batch into logits, for a headless last hop.
+        apply_head: Turns the last row of a hidden batch into logits, for a headless last hop; None
+            where the coordinator has no head.
         telemetry: Where results leave their timings.
         tell: Sends a notice to those of some hops that have a feature.
+        watching: While it is entered, a function is called if one of some hops is lost; at once if
+            one is lost already.
         can_rewind: Whether every stage can cut its timeline.
     """
 
@@ -45,9 +52,10 @@ class Route:
     link: Link | None
     blob: bytes
     local: DeviceThread | None
-    apply_head: Callable[[HiddenBatch], F32]
+    apply_head: Callable[[HiddenBatch], F32] | None
     telemetry: RouteTelemetry
     tell: Callable[[Iterable[WorkerRecord], str, Notice], None]
+    watching: Callable[[Collection[WorkerRecord], Lost], AbstractContextManager[None]]
     can_rewind: bool
 
     @property

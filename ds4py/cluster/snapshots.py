@@ -6,8 +6,8 @@ operation has a connection of its own, to the hop's data port, and ends in bound
 that happens on it touches the route.
 
 What we ask of a route: every stage has the same context (spec 15, Q23). Shards that differ in
-`prefill_cap`, `raw_cap` or `comp_cap`, which a C coordinator refuses, are joined: none of these says
-anything about the tensors, and the payload names those of the first stage.
+`prefill_cap`, `raw_cap` or `comp_cap`, which a C coordinator refuses, are joined: none of these
+says anything about the tensors, and the payload names those of the first stage.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Snapshots:
         """
         shards = [] if route.local is None else [self._copy(route.local, transcript)]
         shards += [
-            self._read(self._pull(hop, transcript), hop.span, transcript, hop.name)
+            self._read(self._pull(route, hop, transcript), hop.span, transcript, hop.name)
             for hop in route.hops
         ]
         return write_dsv4(join(shards, transcript.tokens, logits))
@@ -140,7 +140,7 @@ class Snapshots:
                 timeout=self.device_seconds,
             )
         for hop in route.hops:
-            self._push(hop, transcript, split(whole, hop.span))
+            self._push(route, hop, transcript, split(whole, hop.span))
 
     def _sizes(self) -> CacheSizes:
         return CacheSizes(**asdict(self.card.saved_form()), n_vocab=self.card.n_vocab)
@@ -163,7 +163,7 @@ class Snapshots:
         except SnapshotError as e:
             raise SnapshotError(f"{stage}: {e}") from e
 
-    def _pull(self, hop: WorkerRecord, transcript: Transcript) -> memoryview:
+    def _pull(self, route: Route, hop: WorkerRecord, transcript: Transcript) -> memoryview:
         """Ask a hop for its shard."""
         request = SaveRequest(
             model_id=self.card.model_id,
@@ -176,7 +176,7 @@ class Snapshots:
         )
         n_bytes = shard_bytes(self._sizes(), hop.span, request.token_count)
         arrival = Arrival(request.request_id, n_bytes)
-        with self._talk(hop, n_bytes) as connection:
+        with self._talk(route, hop, n_bytes) as connection:
             connection.send(encode(request))
             body = next_frame(connection, FrameType.SNAPSHOT_BEGIN).body
             begin = SnapshotBegin.from_body(SnapshotRecord.decode(body), body)
@@ -188,7 +188,7 @@ class Snapshots:
             _await_done(connection, request.request_id, hop)
         return arrival.payload
 
-    def _push(self, hop: WorkerRecord, transcript: Transcript, part: Shard) -> None:
+    def _push(self, route: Route, hop: WorkerRecord, transcript: Transcript, part: Shard) -> None:
         """Send a hop its shard.
 
         A hop that refuses before it has all of it closes; then its reason may be lost, as in ds4.
@@ -204,21 +204,22 @@ class Snapshots:
             payload_bytes=sum(map(len, payload)),
             tokens=transcript.tokens,
         )
-        with self._talk(hop, begin.payload_bytes) as connection:
+        with self._talk(route, hop, begin.payload_bytes) as connection:
             connection.send(encode(begin))
             for chunk in encode_chunks(begin.request_id, payload):
                 connection.send(chunk)
             _await_done(connection, begin.request_id, hop)
 
     @contextmanager
-    def _talk(self, hop: WorkerRecord, n_bytes: int) -> Iterator[Connection]:
-        """Connect to a hop for one operation that moves so many bytes."""
+    def _talk(self, route: Route, hop: WorkerRecord, n_bytes: int) -> Iterator[Connection]:
+        """Connect to a hop for one operation that moves so many bytes; its loss ends that too."""
         limits = coordinator_limits(self.card.n_vocab, self.card.hidden_width, self.n_ctx)
         limits[FrameType.SNAPSHOT_BEGIN] += 4 * self.n_ctx  # a stranger may send the tokens along
         sock = connect(hop.address, self.sockets, rounds=_CONNECT_ROUNDS)
         connection = Connection(sock, self.sockets, limits)
         try:
-            with time_limit(connection, self.device_seconds + transfer_seconds(n_bytes)):
+            seconds = self.device_seconds + transfer_seconds(n_bytes)
+            with route.watching((hop,), connection.close), time_limit(connection, seconds):
                 yield connection
         except RemoteProtocolError as e:
             raise ClusterError(f"{hop.name} broke the protocol of saved sessions: {e}") from e
