@@ -4,23 +4,48 @@ Owns: the vectorised 32-, 16- and 8-bit codec of docs/spec/wire-protocol.md sect
 device the tensor is. Refuses to know: who asked. Invariant: bit by bit equal to the reference codec
 in `ds4py.hidden`.
 
-Narrowing happens on the device, so that only packed bytes cross to the host, and back.
+Narrowing happens on the device, so that only packed bytes cross to the host, and back. On a CPU,
+comparisons and selections take ten times as long as arithmetic, so there are none where values are
+finite.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import torch
 
-from ds4py.hidden import HiddenBatch, unpack
+from ds4py.hidden import HiddenBatch
 
 _F16_NAN: Final = 0x7E00
 _F16_SIGN: Final = -0x8000  # 0x8000 as int16
-_MIN_NORMAL8: Final = 2.0**-6
-_MAX_FINITE8: Final = 240.0
-_CODE_MAX8: Final = 0x77
+
+# The 8-bit code is the upper half of a binary16 number 2^8 times as small: both have their least
+# normal exponent there, so that subnormals need no case of their own.
+_SCALE8: Final = 2.0**-8
+_SHIFT8: Final = 7  # from the code to its place in the binary16 number
+_HALF8: Final = 1 << (_SHIFT8 - 1)
+_NORMAL8: Final = 8  # the least code of a normal number
+_MAX8: Final = 0x77
+_LARGEST8: Final = 240.0
+_SIGN8: Final = 0x80
+_KEPT8: Final = -1 << 19  # what decides the code: sign, exponent and four fraction bits of float32
+_NO_SIGN_COPY8: Final = ~0x4000  # a code widened as a signed number has its sign here too
+# Half of the last bit just below 2^-10 (scaled): 0x3a7fffff rounds up, as binary32 arithmetic makes
+# it (spec 9.5), and no larger number changes. Smaller ones may: their code is 0 in any case.
+_NUDGE8: Final = torch.tensor(_SCALE8 * 2.0**-35, dtype=torch.float32)
+
+_CPU_PIECE: Final = 1 << 16
+"""Values converted at a time on a CPU: temporaries stay in its cache."""
+
+_DEVICE_PIECE: Final = 1 << 24
+"""Values converted at a time elsewhere: temporaries take little memory."""
+
+_Step = Callable[[torch.Tensor, torch.Tensor], object]
+"""Converts its first argument into its second one, contiguous and of the same shape."""
 
 
 def download(hidden: torch.Tensor, bits: int) -> HiddenBatch:
@@ -30,59 +55,96 @@ def download(hidden: torch.Tensor, bits: int) -> HiddenBatch:
     the tensor's.
     """
     rows, width = hidden.shape
-    packed = _PACK[bits](hidden).contiguous().view(-1).view(torch.uint8).cpu()
+    packed = pack(hidden, bits).view(-1).view(torch.uint8).cpu()
     return HiddenBatch(rows, width, bits, packed.numpy().data)
 
 
 def upload(batch: HiddenBatch, device: torch.device) -> torch.Tensor:
     """Return float32 `[T, W]` on the device, in memory of its own."""
     dtype = {32: np.float32, 16: np.float16, 8: np.uint8}[batch.bits]
-    # copied first: the batch's bytes are lent, and may be read-only
-    packed = torch.from_numpy(np.frombuffer(batch.data, dtype).copy()).to(device)
-    return _UNPACK[batch.bits](packed).view(batch.rows, batch.width)
+    codes = np.frombuffer(batch.data, dtype).reshape(batch.rows, batch.width)
+    stays = batch.bits == 32 and device.type == "cpu"
+    if stays or not codes.flags.writeable:  # torch takes no read-only memory
+        codes = codes.copy()
+    return unpack(torch.from_numpy(codes).to(device), batch.bits)
 
 
-def pack16(values: torch.Tensor) -> torch.Tensor:
-    """Round float32 to binary16, ties to even; NaN becomes 0x7e00 with the sign kept."""
-    half = values.to(torch.float16)
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Narrow float32 `[T, W]` where it is.
+
+    Args:
+        values: Any strides.
+        bits: 32, 16 or 8.
+
+    Returns:
+        float32, float16 or uint8 `[T, W]`, contiguous; at 32 bits maybe `values` itself.
+    """
+    if bits == 32:
+        return values.contiguous()
+    step, dtype = (_pack16, torch.float16) if bits == 16 else (_pack8, torch.uint8)
+    return _convert(step, values, dtype)
+
+
+def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Widen what `pack` returned, contiguous, to float32 `[T, W]`; at 32 bits it is `codes`."""
+    if bits == 32:
+        return codes
+    return _convert(_unpack16 if bits == 16 else _unpack8, codes, torch.float32)
+
+
+def _convert(step: _Step, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `[T, W]` of another type, made piece by piece."""
+    target = torch.empty_like(source, dtype=dtype, memory_format=torch.contiguous_format)
+    rows, width = source.shape
+    n_values = _CPU_PIECE if source.device.type == "cpu" else _DEVICE_PIECE
+    n_rows = max(1, n_values // max(1, width))
+    for start in range(0, rows, n_rows):
+        piece = slice(start, start + n_rows)
+        step(source[piece], target[piece])
+    return target
+
+
+def _pack16(values: torch.Tensor, half: torch.Tensor) -> None:
+    """Round to binary16, ties to even; NaN becomes 0x7e00 with the sign kept."""
+    half.copy_(values)
+    if _is_free_of_nan(values):
+        return
     sign = (values.view(torch.int32) >> 16).to(torch.int16).bitwise_and_(_F16_SIGN)
     nan = sign.bitwise_or_(_F16_NAN).view(torch.float16)
-    return nan.where(values.isnan(), half)
+    torch.where(values.isnan(), nan, half, out=half)
 
 
-def pack8(values: torch.Tensor) -> torch.Tensor:
-    """Round float32 to the 8-bit code, ties away from zero, saturating at 240; uint8."""
-    raw = values.view(torch.int32)
-    sign = (raw >> 24).bitwise_and_(0x80)
-    magnitude = values.abs()
-    # a carry out of the three fraction bits goes into the exponent, as it should
-    eighths = ((raw & 0x7FFFFF) + (1 << 19)) >> 20
-    normal = ((((raw >> 23) & 0xFF) - 120) << 3) + eighths
-    # binary32 arithmetic on purpose: 0x3a7fffff must become code 1
-    tiny = (magnitude * 512 + 0.5).floor_().nan_to_num_(0.0, 7.0).clamp_(max=7).to(torch.int32)
-    code = tiny.where(magnitude < _MIN_NORMAL8, normal)
-    saturated = (magnitude >= _MAX_FINITE8) | values.isnan()
-    return (sign | code.masked_fill_(saturated, _CODE_MAX8)).to(torch.uint8)
-
-
-def unpack16(codes: torch.Tensor) -> torch.Tensor:
-    """Widen binary16 to float32; NaN keeps its payload."""
-    exact = codes.to(torch.float32)
-    # widening may quiet a signalling NaN; the format keeps its bits
+def _unpack16(codes: torch.Tensor, values: torch.Tensor) -> None:
+    """Widen binary16; NaN keeps its payload, which converting may change."""
+    values.copy_(codes)
+    if _is_free_of_nan(values):
+        return
     raw = codes.view(torch.int16).to(torch.int32)
     nan = ((raw & 0x8000) << 16) | 0x7F800000 | ((raw & 0x3FF) << 13)
-    return nan.view(torch.float32).where(codes.isnan(), exact)
+    torch.where(codes.isnan(), nan.view(torch.float32), values, out=values)
 
 
-def unpack8(codes: torch.Tensor) -> torch.Tensor:
-    """Look the 8-bit codes up; float32."""
-    table = torch.from_numpy(unpack(bytes(range(256)), 8).copy()).to(codes.device)
-    return table.index_select(0, codes.to(torch.int32))
+def _is_free_of_nan(values: torch.Tensor) -> bool:
+    """Whether there is surely no NaN; a GPU is not asked, because that means waiting for it."""
+    return values.device.type == "cpu" and not math.isnan(values.sum().item())
 
 
-def _same(values: torch.Tensor) -> torch.Tensor:
-    return values
+def _pack8(values: torch.Tensor, codes: torch.Tensor) -> None:
+    """Round to the 8-bit code, ties away from zero, saturating at 240."""
+    scaled = torch.add(_NUDGE8, values.abs(), alpha=_SCALE8)
+    # without the bits that decide nothing, becoming binary16 is no second rounding
+    scaled.view(torch.int32).bitwise_and_(_KEPT8)
+    half = scaled.to(torch.float16).view(torch.int16).clamp_max_(_MAX8 << _SHIFT8)
+    # what is less than the least normal number does not round up to it; no other gets that high
+    limit = half.sub((_NORMAL8 << _SHIFT8) - _NORMAL8).clamp_min_(_NORMAL8 - 1)
+    half.add_(_HALF8).bitwise_right_shift_(_SHIFT8)
+    torch.minimum(half, limit, out=half)
+    minus = (values.view(torch.int32) >> 31).to(torch.int16)  # -1 or 0
+    codes.copy_(half.sub_(minus, alpha=_SIGN8))
 
 
-_PACK: Final = {32: _same, 16: pack16, 8: pack8}
-_UNPACK: Final = {32: _same, 16: unpack16, 8: unpack8}
+def _unpack8(codes: torch.Tensor, values: torch.Tensor) -> None:
+    """Widen the 8-bit code; a full exponent means 240."""
+    half = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(_SHIFT8)
+    half.bitwise_and_(_NO_SIGN_COPY8)
+    values.copy_(half.view(torch.float16)).mul_(1 / _SCALE8).clamp_(-_LARGEST8, _LARGEST8)

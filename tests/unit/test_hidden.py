@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ds4py.errors import ModelError
 from ds4py.hidden import HiddenBatch, pack, unpack
+from tests.golden import load_npz
 from tests.strategies import float32s
 
 # spec 9.6: value, f16 bytes, decoded f16, f8 byte, decoded f8
@@ -54,6 +55,14 @@ def test_the_worked_examples_of_the_spec(value, half, half_back, byte, byte_back
     for raw, bits, back in ((half, 16, half_back), (byte, 8, byte_back)):
         got = unpack(bytes.fromhex(raw), bits)
         assert got.tobytes() == f32(back).tobytes()  # bytes, so that -0.0 is not 0.0
+
+
+@pytest.mark.parametrize(("bits", "name"), [(16, "f16"), (8, "f8")])
+def test_the_recorded_vectors(bits, name):
+    vectors = load_npz("activation_vectors.npz")
+    packed = pack(vectors["input"], bits)
+    assert packed == vectors[f"{name}_packed"].tobytes()
+    assert unpack(packed, bits).tobytes() == vectors[f"{name}_unpacked"].tobytes()
 
 
 @pytest.mark.parametrize(
