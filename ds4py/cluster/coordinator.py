@@ -275,8 +275,8 @@ class Coordinator:
             return
         log.warning("%s left: %s", record.name, cause.what)
         self._announce_loss(record)
-        if isinstance(cause, TransportTimeoutError) and route is not None:
-            _hurry(route, record)  # connections to it do not break by themselves
+        if route is not None:
+            _hurry(route, record, silent=isinstance(cause, TransportTimeoutError))
 
     @contextmanager
     def _watching(self, hops: Collection[WorkerRecord], lost: Lost) -> Iterator[None]:
@@ -377,13 +377,14 @@ class Coordinator:
             self.local.close()
 
 
-def _hurry(route: Route, lost: WorkerRecord) -> None:
+def _hurry(route: Route, lost: WorkerRecord, *, silent: bool) -> None:
     """Wait for answers of a route with a lost stage no longer than it makes sense.
 
     The stage before the lost one answers with errors as soon as it reads of the loss, which a full
-    queue delays. A plain one is never told.
+    queue delays. A plain one is never told; it sees a broken connection itself, but no silence.
     """
     if route.link is not None and lost in route.hops[1:]:
         before = route.hops[route.hops.index(lost) - 1]
-        seconds = _LOSS_SECONDS if HOP_LOST in before.features else 0.0
+        never = silent and HOP_LOST not in before.features
+        seconds = 0.0 if never else _LOSS_SECONDS
         route.link.hurry(seconds, f"no answer after the loss of {lost.name}")

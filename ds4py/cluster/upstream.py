@@ -20,7 +20,7 @@ from ds4py.cluster.answers import final_result, telemetry_of, wanted
 from ds4py.cluster.called_off import CalledOff
 from ds4py.cluster.checks import AcceptedWork, WorkerFacts, check_work
 from ds4py.cluster.device import DeviceJob, DeviceThread
-from ds4py.cluster.forwarder import Dial, Forwarders
+from ds4py.cluster.forwarder import Dial, Forwarder, Forwarders
 from ds4py.cluster.heartbeat import Heartbeat, agreed_timeout
 from ds4py.cluster.shard_service import MAX_TRANSFERS, ShardService
 from ds4py.cluster.timelines import Claim, Timelines
@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 _RESULT_DEPTH: Final = 64
 _DRAIN_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
+_DIAL_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +137,9 @@ class Upstream:
             name=f"{name} send",
             timeout=stage.sockets.send_timeout,
         )
+        self._patience = float("inf")
         self._forwarders = Forwarders(
-            window=tuning.forward_window, dial=stage.dial, reply=self._relay
+            window=tuning.forward_window, dial=self._dial, reply=self._relay
         )
         self._shards = ShardService(
             connection, self._outbox, conversation, stage=stage, owner=self, name=name
@@ -230,6 +232,7 @@ class Upstream:
 
     def _meet(self, peer: PeerHello) -> None:
         """Take note of who the peer is, and watch it if it wants that."""
+        self._patience = _DIAL_SECONDS
         self._stage.acquaintances.meet(f"{peer.role} {self._connection.peer.host}", peer)
         timeout = agreed_timeout(self._stage.hello.alive_timeout, peer.alive_timeout)
         if timeout is not None:
@@ -257,6 +260,7 @@ class Upstream:
             log.warning("%s: refused a span: %s", self._name, verdict.text)
             self._outbox.put(encode(error_result(verdict.request_id, verdict.text)))
             return
+        forwarder = self._forwarder(verdict)
         while not self._room.acquire(timeout=_POLL_SECONDS):
             if self._connection.closed:  # then nobody gives room back any more
                 return
@@ -275,10 +279,28 @@ class Upstream:
             DeviceJob(
                 claim.session,
                 lambda: self._admit(verdict, claim),
-                lambda result: self._finish(verdict, claim, result),
+                lambda result: self._finish(verdict, claim, forwarder, result),
                 is_decode=work.n_tokens == 1,
             )
         )
+
+    def _forwarder(self, accepted: AcceptedWork) -> Forwarder | None:
+        """Choose the way to the next hop; None on the last one.
+
+        When a span arrives and not when it is evaluated: should the next hop be lost between, the
+        span is not to dial it anew.
+        """
+        entry = accepted.next_entry
+        return None if entry is None else self._forwarders.to(Address(entry.host, entry.port))
+
+    def _dial(self, address: Address, stopped: Callable[[], bool]) -> Connection:
+        """Connect to a next hop.
+
+        Another ds4py names stages that it is connected to itself. If we can not reach one, it is
+        lost; then the coordinator finds another, or waits better than we can.
+        """
+        end = time.monotonic() + self._patience
+        return self._stage.dial(address, lambda: stopped() or time.monotonic() >= end)
 
     def _admit(self, accepted: AcceptedWork, claim: Claim) -> SliceWork:
         """Check the session on the device thread and prepare its caches."""
@@ -302,12 +324,18 @@ class Upstream:
             reply_bits=accepted.work.bits,
         )
 
-    def _finish(self, accepted: AcceptedWork, claim: Claim, output: SliceOutput | Ds4Error) -> None:
+    def _finish(
+        self,
+        accepted: AcceptedWork,
+        claim: Claim,
+        forwarder: Forwarder | None,
+        output: SliceOutput | Ds4Error,
+    ) -> None:
         """Record what the device did and send it on its way, on the device thread."""
         try:
             if isinstance(output, SliceOutput):
                 self._stage.timelines.commit(claim)
-                self._deliver(accepted, output)
+                self._deliver(accepted, forwarder, output)
             else:
                 self._stage.timelines.evaluation_failed(claim, output)
                 level = logging.DEBUG if isinstance(output, CancelledError) else logging.WARNING
@@ -342,15 +370,16 @@ class Upstream:
         finally:
             self._concluded()
 
-    def _deliver(self, accepted: AcceptedWork, output: SliceOutput) -> None:
+    def _deliver(
+        self, accepted: AcceptedWork, forwarder: Forwarder | None, output: SliceOutput
+    ) -> None:
         work, telemetry = accepted.work, telemetry_of(accepted, output)
         if self._stage.tuning.decode_profile and work.n_tokens == 1:
             log.info("%s: decode at %d: eval %d us", self._name, work.pos0, output.eval_usec)
-        if accepted.next_entry is None:
+        if forwarder is None:
             self._outbox.put(encode(final_result(accepted, output, telemetry)), self._answered)
             return
         assert output.hidden is not None
-        entry = accepted.next_entry
-        onward = forwarded(work, entry, output.hidden.data, work.bits)
-        forwarder = self._forwarders.to(Address(entry.host, entry.port))
+        assert accepted.next_entry is not None
+        onward = forwarded(work, accepted.next_entry, output.hidden.data, work.bits)
         forwarder.forward(onward, telemetry, self._room.release)
