@@ -7,7 +7,10 @@ purpose never shows a traceback; any other error does, because it is a bug.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
@@ -33,7 +36,20 @@ def run(command: click.Command, program: str, args: Sequence[str] | None = None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a narrow terminal encoding is no reason to die
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(exit_status(command, program, args))
+    leave(exit_status(command, program, args))
+
+
+def leave(status: int) -> NoReturn:
+    """End the process after all output; nothing else runs any more.
+
+    The interpreter's own way out stops daemon threads wherever they are. One that is inside torch
+    then takes the whole process down with an abort, after everything went well.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone: nobody to tell
+            stream.flush()
+    os._exit(status)
 
 
 def exit_status(command: click.Command, program: str, args: Sequence[str] | None = None) -> int:

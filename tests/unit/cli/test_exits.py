@@ -62,10 +62,21 @@ def test_bad_usage_points_to_the_help_of_the_subcommand(capsys):
     assert err.count("\n") == 1
 
 
-def test_run_ends_the_process_with_the_status():
-    with pytest.raises(SystemExit) as caught:
-        exits.run(command_raising(ConfigError("bad")), "prog", [])
-    assert caught.value.code == 2
+def test_run_ends_the_process_with_the_status_and_all_output_whatever_threads_do():
+    code = (
+        "import click, threading\n"
+        "from ds4py.cli import exits\n"
+        "from ds4py.errors import ConfigError\n"
+        "def command():\n"
+        "    threading.Thread(target=threading.Event().wait).start()\n"  # no daemon: waited for
+        "    print('all of it', end='')\n"
+        "    raise ConfigError('bad')\n"
+        "exits.run(click.command()(command), 'prog', [])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"all of it", b"prog: bad\n")
 
 
 def test_text_that_the_terminal_can_not_show_is_no_crash():
