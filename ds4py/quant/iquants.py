@@ -202,10 +202,10 @@ def _scattered_half(words: torch.Tensor) -> torch.Tensor:
 
 def _codebook(name: str, index: torch.Tensor) -> torch.Tensor:
     """Return codebook rows: index `[N, ...]` -> int8 `[N, ..., 8 or 4]`."""
-    return lookup(table(_grid, index.device, name), index)
+    return lookup(table(magnitudes, index.device, name), index)
 
 
-def _grid(name: str) -> torch.Tensor:
+def magnitudes(name: str) -> torch.Tensor:
     """Return a codebook of the `gguf` package, int8 `[K, 8 or 4]`."""
     source = getattr(quants, name)
     source.init_grid()
@@ -214,12 +214,12 @@ def _grid(name: str) -> torch.Tensor:
 
 def _signed_grid() -> torch.Tensor:
     """Return the IQ2_XXS codebook with signs, int8 `[128 * 256, 8]`: row 256 * signs + index."""
-    return (_sign_rows(7).unsqueeze(1) * _grid("IQ2_XXS")).view(-1, 8)
+    return (_sign_rows(7).unsqueeze(1) * magnitudes("IQ2_XXS")).view(-1, 8)
 
 
 def _shifted_grid() -> torch.Tensor:
     """Return eight times the IQ1 codebook, shifted up, then shifted down: int8 `[4096, 8]`."""
-    grid = _grid("IQ1_S") * 8
+    grid = magnitudes("IQ1_S") * 8
     return torch.cat((grid + 1, grid - 1))
 
 

@@ -7,7 +7,8 @@ never on which other matrices the process holds.
 | device, precision | format          | product                                             |
 |-------------------|-----------------|-----------------------------------------------------|
 | CPU, bfloat16     | F32, F16, BF16  | kept as bfloat16 (oneDNN)                           |
-| CPU, bfloat16     | block formats   | nibble planes, `quant/kernels/cpu.py`               |
+| CPU, bfloat16     | block formats   | kernels on packed rows, `quant/kernels/cpu.py`      |
+| CUDA              | with kernels    | on packed bytes or decoded, `quant/kernels/cuda`    |
 | everything else   | all             | decoded at each call, then an ordinary product      |
 
 Products that decode at each call may keep the decoded weights while a `KeepBudget` lasts; the
@@ -24,7 +25,8 @@ import torch
 from torch.nn.functional import linear
 
 from ds4py.errors import ModelError
-from ds4py.quant.kernels import cpu
+from ds4py.quant.kernels import cpu, cuda
+from ds4py.quant.kernels.activations import Quantized
 from ds4py.quant.plain import NATIVE
 from ds4py.quant.tensor import QuantTensor
 
@@ -36,7 +38,7 @@ class Product(Protocol):
     """One packed matrix `[N, K]`, ready to multiply."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[T, N]` for `[T, K]`, both in the product's type."""
+        """Return `[T, N]` for `[T, K]`, both float32 or both in the product's type."""
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows of the matrix: int64 `[R]` to float32 `[R, K]`."""
@@ -67,9 +69,8 @@ class PackedLinear:
     gate-and-up costs one call.
 
     Args:
-        tensors: Matrices `[N_i, K]` on one device. They may be freed afterwards: the packed form
-            replaces them.
-        dtype: float32 or bfloat16: type of inputs, results and arithmetic between them.
+        tensors: Matrices `[N_i, K]` on one device. Their bytes are taken over, and may change.
+        dtype: float32 or bfloat16: the arithmetic.
         bias: float32 `[sum(N_i)]`, or None.
         budget: Memory for decoded weights; None keeps none.
 
@@ -92,6 +93,7 @@ class PackedLinear:
                     tensor.name, got=f"shape {tensor.shape}", expected=f"[rows, {width}]"
                 )
         self.dtype = dtype
+        self._n_rows = sum(tensor.shape[0] for tensor in tensors)
         self._bias = None if bias is None else bias.to(dtype)
         self._products = [
             _product(_stacked(list(group)), dtype, budget or KeepBudget(0))
@@ -100,12 +102,42 @@ class PackedLinear:
         self._only = self._products[0] if len(self._products) == 1 and bias is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[T, N]` for contiguous `[T, K]`, both in `dtype`."""
+        """Return `[T, N]` for contiguous `[T, K]`, both float32 or both in `dtype`."""
         if self._only is not None:  # the usual case, on the path of every decoded token
             return self._only(x)
         parts = [product(x) for product in self._products]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return y if self._bias is None else y + self._bias
+        return y if self._bias is None else y + self._bias.to(y.dtype)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all matrices, `N`."""
+        return self._n_rows
+
+    def exact_for(self, n_rows: int) -> bool:
+        """Whether products of so many float32 rows have float32 sums."""
+        return self.dtype is torch.float32 or (self.is_packed and n_rows <= cpu.FEW_ROWS)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `multiply` can run."""
+        return all(isinstance(product, cpu.BlockWeights) for product in self._products)
+
+    def multiply(self, x: Quantized, y: torch.Tensor, *, add: bool = False) -> None:
+        """Multiply rounded activations, on the CPU (only if `is_packed`).
+
+        Args:
+            x: Activations `[T, K]`.
+            y: float32 `[T, N]`, contiguous; gets the result.
+            add: Add it to what `y` holds.
+        """
+        start = 0
+        for product in self._products:
+            assert isinstance(product, cpu.BlockWeights)
+            product.packed.multiply(x, y, column=start, add=add)
+            start += product.packed.n_rows
+        if self._bias is not None:
+            y.add_(self._bias)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows of the only matrix: int64 `[R]` to float32 `[R, K]`."""
@@ -121,7 +153,7 @@ class DenseWeights:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x @ W.T`."""
-        return linear(x, self._weight)
+        return linear(x.to(self._weight.dtype), self._weight).to(x.dtype)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows as float32 `[R, K]`."""
@@ -147,9 +179,9 @@ class DecodedWeights:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x @ W.T`."""
-        starts = range(0, self._tensor.shape[0], self._step)
-        parts = [linear(x, self._piece(start)) for start in starts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        rows, starts = x.to(self._dtype), range(0, self._tensor.shape[0], self._step)
+        parts = [linear(rows, self._piece(start)) for start in starts]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows as float32 `[R, K]`."""
@@ -167,11 +199,12 @@ class DecodedWeights:
 
 
 def _product(tensor: QuantTensor, dtype: torch.dtype, budget: KeepBudget) -> Product:
+    if (on_cuda := cuda.product(tensor, dtype)) is not None:
+        return on_cuda
     if dtype is torch.bfloat16 and tensor.device.type == "cpu":
         if tensor.format.name in NATIVE:
             return DenseWeights(tensor, dtype)
-        if cpu.tile_rows() and tensor.shape[1] % cpu.GROUP == 0:
-            return cpu.Int4Weights(tensor)
+        return cpu.BlockWeights(tensor)
     return DecodedWeights(tensor, dtype, budget)
 
 
