@@ -7,13 +7,14 @@ wait.
 
 | device      | rows                | product                                                     |
 |-------------|---------------------|-------------------------------------------------------------|
-| CPU         | any                 | one expert after the other, `one_by_one`; up to three rows  |
-|             |                     | of an expert in float32, in either precision                |
-| accelerator | fewer than experts  | each row's own matrix, `gathered`                           |
+| CPU         | any                 | bfloat16: kernels on packed rows, `quant/kernels/cpu.py`;   |
+|             |                     | float32, and formats without a kernel: `one_by_one`         |
+| accelerator | fewer than experts  | each row's own matrix, on its packed bytes, `packed`;       |
+|             |                     | formats without a kernel: a decoded copy of it, `gathered`  |
 | accelerator | more                | pieces of the experts and `torch`'s `grouped_mm`, `grouped` |
 
 `grouped_mm` keeps the host running for bfloat16 only, and is not in every torch that ds4py runs
-with; without it all rows are `gathered`.
+with; without it all rows are multiplied as few are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Final
 import torch
 from torch.nn.functional import linear
 
+from ds4py.quant.kernels import cpu, cuda
+from ds4py.quant.kernels.blocks import LAYOUTS
 from ds4py.quant.tensor import QuantTensor
 
 _CPU_PIECE_VALUES: Final = 1 << 20
@@ -69,27 +72,50 @@ class ExpertProduct:
     """The matrices of all experts for one place in the layer.
 
     Args:
-        tensor: `[X, N, K]`; shared, not copied.
+        tensor: `[X, N, K]`; its bytes are taken over, and may change.
         dtype: float32 for exactness, bfloat16 for speed.
     """
 
     def __init__(self, tensor: QuantTensor, dtype: torch.dtype):
         self._tensor = tensor
         self._dtype = dtype
+        self._has_kernel = cuda.has_kernel(tensor)
+        on_cpu = tensor.device.type == "cpu" and dtype is torch.bfloat16
+        packs = on_cpu and tensor.format.name in LAYOUTS
+        self._blocks = cpu.ExpertBlocks(tensor) if packs else None
 
     def __call__(self, x: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
         """Return float32 `[M, N]` for float32 rows `[M, K]`, both in the groups' order."""
+        if self._blocks is not None:
+            return self._blocks(x, groups.present)
         n_rows, n_experts = x.shape[0], self._tensor.shape[0]
-        product = choose(self._tensor.device, self._dtype, n_rows, n_experts)
+        product = choose(
+            self._tensor.device, self._dtype, n_rows, n_experts, has_kernel=self._has_kernel
+        )
         return product(x, groups, self._tensor, self._dtype)
 
 
-def choose(device: torch.device, dtype: torch.dtype, n_rows: int, n_experts: int) -> Product:
-    """Return the product that suits; see the module's table."""
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    n_rows: int,
+    n_experts: int,
+    *,
+    has_kernel: bool = False,
+) -> Product:
+    """Return the product that suits; see the module's table.
+
+    Args:
+        device: Where matrices and rows are.
+        dtype: The product's precision.
+        n_rows: Rows of the batch.
+        n_experts: Experts that there are.
+        has_kernel: Whether `quant/kernels/cuda` can multiply with the format there.
+    """
     if device.type == "cpu":
         return one_by_one
     if n_rows < n_experts or _grouped_mm is None or dtype is not torch.bfloat16:
-        return gathered
+        return packed if has_kernel else gathered
     return grouped
 
 
@@ -108,13 +134,24 @@ def one_by_one(
         some = groups.present[number : number + together]
         matrices = [tensor.expert(expert).raw for expert, _, _ in some]
         for first in range(0, N, step):
-            packed = torch.stack([matrix[first : first + step] for matrix in matrices])
-            weights = _decoded(tensor, packed, torch.float32)
+            raw = torch.stack([matrix[first : first + step] for matrix in matrices])
+            weights = _decoded(tensor, raw, torch.float32)
             for (_, start, end), part in zip(some, weights, strict=True):
                 rows, own = x[start:end], slice(first, first + step)
                 kind = torch.float32 if end - start <= _FEW_ROWS else dtype
                 y[start:end, own] = linear(rows.to(kind), part.to(kind))
     return y
+
+
+def packed(
+    x: torch.Tensor, groups: ExpertGroups, tensor: QuantTensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply every row by its expert's packed matrix; see `ExpertProduct`.
+
+    Weights are exact and rows stay float32, whatever the precision: rounding them saves nothing.
+    """
+    del dtype
+    return cuda.multiply_few(x, tensor, torch.float32, groups.experts)
 
 
 def gathered(
@@ -123,11 +160,11 @@ def gathered(
     """Multiply every row by a copy of its expert's matrix; see `ExpertProduct`."""
     X, N, K = tensor.shape
     step = max(_DEVICE_PIECE_VALUES // (N * K), 1)
-    packed = tensor.raw.view(X, N, -1)
+    matrices = tensor.raw.view(X, N, -1)
     parts = []
     pairs = zip(torch.split(x.to(dtype), step), torch.split(groups.experts, step), strict=True)
     for rows, experts in pairs:
-        weights = _decoded(tensor, packed.index_select(0, experts), dtype)
+        weights = _decoded(tensor, matrices.index_select(0, experts), dtype)
         parts.append(torch.bmm(weights, rows.unsqueeze(2)).squeeze(2))
     return torch.cat(parts).float()
 
@@ -143,12 +180,12 @@ def grouped(
     assert _grouped_mm is not None, "chosen only where torch has it"
     X, N, K = tensor.shape
     step = max(_DEVICE_PIECE_VALUES // (N * K), 1)
-    packed = tensor.raw.view(X, N, -1)
+    matrices = tensor.raw.view(X, N, -1)
     rows = x.to(dtype)
     y = rows.new_empty((x.shape[0], N))
     bounds = torch.nn.functional.pad(groups.ends, (1, 0))
     for first in range(0, X, step):
-        weights = _decoded(tensor, packed[first : first + step], dtype)
+        weights = _decoded(tensor, matrices[first : first + step], dtype)
         weights = torch.cat((torch.zeros_like(weights[:1]), weights))
         ends = bounds[first : first + weights.shape[0]]
         part = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
@@ -157,8 +194,12 @@ def grouped(
     return y.float()
 
 
-def _decoded(tensor: QuantTensor, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _decoded(tensor: QuantTensor, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `[..., K]` for some of a tensor's packed rows, uint8 `[..., bytes per row]`."""
-    kind = tensor.format
-    values = kind.decode(packed.reshape(-1, kind.block_bytes))
-    return values.view(*packed.shape[:-1], -1).to(dtype)
+    kind, rows = tensor.format, raw.reshape(-1, raw.shape[-1])
+    if cuda.has_kernel(tensor):
+        part = QuantTensor(tensor.name, kind, (rows.shape[0], tensor.shape[-1]), rows)
+        values = cuda.decode(part, dtype)
+    else:
+        values = kind.decode(rows.view(-1, kind.block_bytes)).to(dtype)
+    return values.view(*raw.shape[:-1], -1)

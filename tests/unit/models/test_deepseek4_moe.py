@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4py.gguf import kinds
-from ds4py.models.base import Placement
+from ds4py.models.base import Placement, Take
 from ds4py.models.deepseek4.moe import FeedForward, RoutedExperts, swiglu
 from ds4py.models.deepseek4.products import Weights, activation_rounding
 from ds4py.models.deepseek4.shape import Shape
@@ -62,7 +62,7 @@ def tensors(mix: tuple[str, str] = MIXES[0], *, by_token: bool = False) -> dict[
 
 
 def routed_experts(own: Mapping[str, QuantTensor], where: Placement) -> RoutedExperts:
-    return RoutedExperts(LIMIT, Weights(own.get, where))
+    return RoutedExperts(LIMIT, Weights(copies(own), where))
 
 
 def one_token(
@@ -89,6 +89,16 @@ def one_token(
             mid = round_mid(mid)
         total += down @ mid
     return total
+
+
+def copies(own: dict[str, QuantTensor]) -> Take:
+    """Hand out copies: a slice takes the bytes over, and they may change."""
+
+    def take(name: str) -> QuantTensor | None:
+        tensor = own.get(name)
+        return None if tensor is None else replace(tensor, raw=tensor.raw.clone())
+
+    return take
 
 
 choices = st.lists(
@@ -143,7 +153,7 @@ def shape_of(n_hash_layers: int) -> Shape:
 @pytest.mark.parametrize("by_token", [False, True])
 def test_a_token_gets_the_same_alone_and_among_others(by_token):
     own = tensors(by_token=by_token)
-    part = FeedForward(shape_of(int(by_token)), 0, Weights(own.get, place()))
+    part = FeedForward(shape_of(int(by_token)), 0, Weights(copies(own), place()))
     x, tokens = normal(50, D), torch.arange(50) % V
     together = part(x, tokens)
     alone = torch.cat([part(x[i : i + 1], tokens[i : i + 1]) for i in range(50)])
@@ -153,10 +163,10 @@ def test_a_token_gets_the_same_alone_and_among_others(by_token):
 def test_the_shared_expert_is_added_once():
     own = tensors()
     shape, x, tokens = shape_of(0), normal(4, D), torch.zeros(4, dtype=torch.int64)
-    with_shared = FeedForward(shape, 0, Weights(own.get, place()))(x, tokens)
+    with_shared = FeedForward(shape, 0, Weights(copies(own), place()))(x, tokens)
     down = own["ffn_down_shexp.weight"]
     silent = own | {down.name: replace(down, raw=torch.zeros_like(down.raw))}
-    without = FeedForward(shape, 0, Weights(silent.get, place()))(x, tokens)
+    without = FeedForward(shape, 0, Weights(copies(silent), place()))(x, tokens)
     gate, up = (own[f"ffn_{name}_shexp.weight"].decode() for name in ("gate", "up"))
     shared = swiglu(x @ gate.t(), x @ up.t(), LIMIT) @ down.decode().t()
     torch.testing.assert_close(with_shared - without, shared, rtol=1e-4, atol=1e-4)
@@ -175,7 +185,7 @@ def test_no_layer_makes_the_host_wait_for_an_accelerator(T, dtype, by_token):
     # loading may look at values, and does
     table = tensors(by_token=by_token).get("ffn_gate_tid2eid.weight")
     checked = own if table is None else own | {table.name: table}
-    weights = Weights(checked.get, replace(place(dtype), device=meta))
+    weights = Weights(copies(checked), replace(place(dtype), device=meta))
     part = FeedForward(shape_of(int(by_token)), 0, weights)
     if table is not None:
         part._router._table = table.decode(torch.int64).to(meta)
