@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import torch
 
-from ds4py.config import ActQuant, Precision
+from ds4py.config import ActQuant, KvType, Precision
 from ds4py.engine.device import choose_dtype, rounds_activations
 from ds4py.errors import ModelError
 from ds4py.gguf.file import GgufFile
@@ -30,6 +31,17 @@ LoadProgress = Callable[[int, int], None]
 
 KEEP_BYTES: Final = 1 << 30
 """Memory that one process spends on decoded weights in float32, so that small models are fast."""
+
+KV_DTYPES: Final[Mapping[KvType, torch.dtype | None]] = MappingProxyType(
+    {
+        "auto": None,
+        "f32": torch.float32,
+        "bf16": torch.bfloat16,
+        "f16": torch.float16,
+        "q8_0": torch.int8,
+    }
+)
+"""What `Placement.kv_dtype` is for a type of `EngineConfig`."""
 
 _LAYER: Final = re.compile(r"blk\.(\d{1,9})\.", re.ASCII)
 
@@ -65,6 +77,7 @@ def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
     *,
     n_ctx: int,
     act_quant: ActQuant = "auto",
+    kv_type: KvType = "auto",
     want_head: bool = False,
     progress: LoadProgress | None = None,
 ) -> LoadedSlice:
@@ -77,6 +90,7 @@ def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
         precision: "f32", or "bf16" or "auto" for speed.
         n_ctx: Positions that the slice must be able to compute.
         act_quant: Rounding of activations, see `EngineConfig`.
+        kv_type: Type of cached keys and values, see `EngineConfig`.
         want_head: Load the output head too, if the file has it, without owning it.
         progress: Told after every tensor.
 
@@ -97,6 +111,7 @@ def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
         n_ctx=n_ctx,
         budget=KeepBudget(keep),
         act_quant=rounds_activations(act_quant, device, dtype),
+        kv_dtype=KV_DTYPES[kv_type],
     )
     total = sum(file.tensors[name].n_bytes for name in present)
     reader = _Reader(file, device, total, progress)

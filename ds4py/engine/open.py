@@ -6,9 +6,12 @@ same architecture and shape have the same model id, whatever their quantization 
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from typing import Final
+
+import torch
 
 from ds4py.config import DEFAULT_CTX, EngineConfig
 from ds4py.contracts import ModelCard
@@ -20,8 +23,11 @@ from ds4py.engine.runner import LocalRunner
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.fingerprint import fingerprint
-from ds4py.models.base import Identity, Shape
+from ds4py.models.base import Identity, Shape, Slice
+from ds4py.models.registry import load_architecture
 from ds4py.spans import LayerSpec, whole_model
+
+log = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES: Final = 127
 _TWO_BIT: Final = ("Q2_", "IQ2_", "TQ2_")
@@ -46,17 +52,18 @@ def open_runner(
         progress: Told (bytes loaded, bytes in the slice) after every tensor.
 
     Raises:
-        ConfigError: The device does not exist, the layers are not in the model, or the context is
-            longer than the model's own.
+        ConfigError: The device does not exist, the layers are not in the model, the context is
+            longer than the model's own, or its caches have a type of their own.
         GgufError: The file can not be read, or tensors of the slice are missing.
         UnsupportedQuantError: A tensor of the slice can not be decoded.
         ModelError: The file's model can not be computed.
-        CapacityError: There is not enough memory for the caches.
+        CapacityError: There is not enough memory for the caches, or the budget is too small.
     """
     device = choose_device(config.device)
     set_threads(config.threads)
     with GgufFile.open(config.model) as file:
         shape = read_shape(file)
+        _check_kv_type(config, shape)
         own = whole_model(shape.n_layers) if span is None else span.resolve(shape.n_layers)
         n_ctx = _context(config, shape)
         loaded = load_slice(
@@ -66,6 +73,7 @@ def open_runner(
             config.precision,
             n_ctx=n_ctx,
             act_quant=config.act_quant,
+            kv_type=config.kv_type,
             want_head=want_head,
             progress=progress,
         )
@@ -74,7 +82,7 @@ def open_runner(
         loaded.slice,
         card,
         own,
-        KvPool(loaded.slice.cache_layout(), config.n_slots, device),
+        _pool(config, loaded.slice, device, n_ctx),
         device=device,
         n_ctx=n_ctx,
         weight_bytes=loaded.weight_bytes,
@@ -140,6 +148,29 @@ def _quant_bits(file: GgufFile) -> int:
         info.n_bytes for info in file.tensors.values() if info.type_name.startswith(_TWO_BIT)
     )
     return 2 if 2 * two_bit > total else 4
+
+
+def _check_kv_type(config: EngineConfig, shape: Shape) -> None:
+    if config.kv_type != "auto" and not load_architecture(shape.architecture).kv_is_free:
+        raise ConfigError(
+            f"--kv-type {config.kv_type}: caches of {shape.architecture} models have types of "
+            "their own; leave it away, or give auto"
+        )
+
+
+def _pool(config: EngineConfig, model: Slice, device: torch.device, n_ctx: int) -> KvPool:
+    pool = KvPool(
+        model.cache_layout(), config.n_slots, device, n_ctx=n_ctx, budget=config.kv_budget
+    )
+    if pool.slot_bytes > pool.use.budget:
+        log.warning(
+            "the cache budget of %d MiB is less than one session of %d tokens can take, %d MiB; "
+            "see --kv-budget, --kv-type, --ctx",
+            pool.use.budget >> 20,
+            n_ctx,
+            pool.slot_bytes >> 20,
+        )
+    return pool
 
 
 def _context(config: EngineConfig, shape: Shape) -> int:

@@ -2,7 +2,7 @@
 
 Owns: sessions on this stage (slot, length), the checks of a span before it runs. Refuses to know:
 prefix hashes, peers, files. Invariant: a span that is refused changed nothing; a session's length
-counts the cache rows that are valid.
+counts the cache rows that are valid, or will be when what is queued on the device has run.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Want
+from ds4py.engine.answers import answers
 from ds4py.engine.cache_io import cache_sizes, load_shard, save_shard
-from ds4py.engine.kv_pool import KvPool
-from ds4py.engine.transfer import download, upload
+from ds4py.engine.graphs import graphed
+from ds4py.engine.kv_pool import KvPool, KvUse
+from ds4py.engine.staging import Later, Staging, active, staging_for
 from ds4py.errors import CapacityError, Ds4Error, ModelError
 from ds4py.hidden import F32, HiddenBatch
 from ds4py.models.base import Segment, Slice
+from ds4py.models.ops.cuda.step import DecodeStep, step_numbers
 from ds4py.snapshot import Capacities, read_dsvl, write_dsvl
 from ds4py.spans import LayerSpan
 
@@ -63,6 +65,7 @@ class LocalRunner:
         n_ctx: Tokens that one session can hold.
         weight_bytes: Packed bytes of the slice's tensors.
         capacities: What saved sessions name; None if the model's have no portable form.
+        staging: How activations come and go; None takes what suits the device.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that `open_runner` made
@@ -76,6 +79,7 @@ class LocalRunner:
         n_ctx: int,
         weight_bytes: int,
         capacities: Capacities | None = None,
+        staging: Staging | None = None,
     ):
         self._model: Slice | None = model
         self._pool: KvPool | None = pool
@@ -89,6 +93,10 @@ class LocalRunner:
         self._has_head = model.has_head
         self._can_rewind = model.rewind_floor(n_ctx) == 0
         self._timelines: dict[SessionId, _Timeline] = {}
+        self._staging = staging or staging_for(device)
+        with active(device):
+            self._graphed = graphed(model, device)
+        self._busy_until = 0  # when the last batch was complete, ns
 
     @property
     def card(self) -> ModelCard:
@@ -126,31 +134,59 @@ class LocalRunner:
         return self._weight_bytes
 
     @property
+    def kv_use(self) -> KvUse:
+        """The cache budget and what of it sessions hold."""
+        return self._open_pool().use
+
+    @property
     def device(self) -> torch.device:
         """Where the slice lives."""
         return self._device
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a batch that was started is complete only later."""
+        return self._staging.overlaps
 
     def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
         """Evaluate spans; see `contracts.SliceRunner.run`.
 
         Spans of one token run together, as one batch of the model; longer ones run alone.
         """
-        answers: dict[int, SliceOutput | Ds4Error] = {}
+        return self.start(batch)()
+
+    def start(self, batch: Sequence[SliceWork]) -> Later[list[SliceOutput | Ds4Error]]:
+        """Queue spans on the device, to be evaluated as by `run`.
+
+        The next batch may be started before this one is complete, also for the same sessions. On
+        the CPU it is complete at once.
+
+        Returns:
+            What waits for the answers: to be called once, in the order of the starts.
+        """
+        refused: dict[int, SliceOutput | Ds4Error] = {}
+        alone: list[list[_Job]] = []
         single: list[_Job] = []
         for place, work in enumerate(batch):
             try:
                 self._check(work)
                 job = _Job(place, work, self._timeline(work))
             except Ds4Error as error:
-                answers[place] = error
+                refused[place] = error
                 continue
             if len(work.tokens) == 1:
                 single.append(job)
             else:
-                answers |= self._evaluate([job])
-        if single:
-            answers |= self._evaluate(single)
-        return [answers[place] for place in range(len(batch))]
+                alone.append([job])
+        begun = [self._evaluate(jobs) for jobs in (*alone, single) if jobs]
+
+        def complete() -> list[SliceOutput | Ds4Error]:
+            found = dict(refused)
+            for part in begun:
+                found |= part()
+            return [found[place] for place in range(len(batch))]
+
+        return complete
 
     @torch.inference_mode()
     def apply_head(self, row: HiddenBatch) -> F32:
@@ -166,8 +202,10 @@ class LocalRunner:
         if row.rows < 1:
             raise ModelError("hidden state", got="no rows", expected="at least one")
         self._check_width(row)
-        hidden = upload(row, self._device)[-1:]
-        return self._host_logits(hidden)
+        with active(self._device):
+            hidden = self._staging.upload(row)[-1:]
+            logits: F32 = self._staging.fetch(self._open_model().logits(hidden))()[0]
+        return logits
 
     def length(self, session: SessionId) -> int | None:
         """Return the number of cached tokens, None for an unknown session."""
@@ -192,6 +230,7 @@ class LocalRunner:
                 expected=f"0, or {timeline.floor} to {timeline.length}: older rows are gone",
             )
         timeline.length = n_tokens
+        self._open_pool().resize(timeline.slot, n_tokens)
 
     def save_cache(self, session: SessionId) -> list[memoryview]:
         """Return a copy of a session's cache; see `contracts.SliceRunner.save_cache`."""
@@ -227,9 +266,10 @@ class LocalRunner:
         Only for models with a `cache_form`; the caller has checked the tensors' shapes.
 
         Raises:
-            CapacityError: The session is new and every slot is taken.
+            CapacityError: The session is new and every slot is taken, or the cache budget is used
+                up; the session is as before.
         """
-        timeline = self._held(session)
+        timeline = self._held(session, n_tokens)
         timeline.length = 0  # what is there now is overwritten, whatever happens
         cache = self._open_pool().cache(timeline.slot)
         self._open_model().import_cache(cache, n_tokens, saved)
@@ -244,7 +284,7 @@ class LocalRunner:
     def close(self) -> None:
         """Free weights and caches; idempotent."""
         self._timelines.clear()
-        self._model = self._pool = None
+        self._model = self._pool = self._graphed = None
 
     def _check(self, work: SliceWork) -> None:
         """Refuse a span that can not be evaluated; changes nothing."""
@@ -290,67 +330,72 @@ class LocalRunner:
             )
 
     def _timeline(self, work: SliceWork) -> _Timeline:
-        """Return the session's timeline, emptied if asked for; a new session takes a slot."""
-        timeline = self._held(work.session)
+        """Return the session's timeline with memory for the span, emptied if asked for."""
+        timeline = self._held(work.session, work.pos0 + len(work.tokens))
         if work.reset:
             timeline.length = 0
         if not timeline.length:
             timeline.floor = 0
         return timeline
 
-    def _held(self, session: SessionId) -> _Timeline:
+    def _held(self, session: SessionId, n_tokens: int) -> _Timeline:
+        """Return a session's timeline with memory for so many tokens; a new one takes a slot."""
         timeline = self._timelines.get(session)
         if timeline is None:
-            timeline = self._timelines[session] = _Timeline(self._open_pool().acquire())
+            timeline = self._timelines[session] = _Timeline(self._open_pool().acquire(n_tokens))
+        else:
+            self._open_pool().resize(timeline.slot, n_tokens)
         return timeline
 
+    def _extend(self, job: _Job) -> None:
+        """Count the tokens of a span that was queued."""
+        timeline = job.timeline
+        timeline.length = job.work.pos0 + len(job.work.tokens)
+        floor = self._open_model().rewind_floor(timeline.length)
+        timeline.floor = max(timeline.floor, floor)
+
     @torch.inference_mode()
-    def _evaluate(self, jobs: Sequence[_Job]) -> dict[int, SliceOutput]:
+    def _evaluate(self, jobs: Sequence[_Job]) -> Later[dict[int, SliceOutput | Ds4Error]]:
         """Run one batch through the model; every answer carries the time of the whole batch."""
         started = time.perf_counter_ns()
-        hidden = self._forward(jobs)
-        outputs = {}
-        row = 0
-        for job in jobs:
-            job.timeline.length = job.work.pos0 + len(job.work.tokens)
-            floor = self._open_model().rewind_floor(job.timeline.length)
-            job.timeline.floor = max(job.timeline.floor, floor)
-            rows = hidden[row : row + len(job.work.tokens)]
-            outputs[job.place] = self._output(job.work, rows)
-            row += len(job.work.tokens)
-        if self._device.type == "cuda":  # or the time would be that of the launches
-            torch.cuda.synchronize(self._device)
-        eval_usec = (time.perf_counter_ns() - started) // 1000
-        return {place: replace(output, eval_usec=eval_usec) for place, output in outputs.items()}
+        with active(self._device):
+            hidden = self._forward(jobs)
+            for job in jobs:
+                self._extend(job)
+            works = [job.work for job in jobs]
+            outputs = answers(works, hidden, self._open_model().logits, self._staging)
+
+        def complete() -> dict[int, SliceOutput | Ds4Error]:
+            ready = outputs()
+            done = time.perf_counter_ns()
+            # what was queued behind another batch began when that was complete
+            eval_usec = (done - max(started, self._busy_until)) // 1000
+            self._busy_until = done
+            pairs = zip(jobs, ready, strict=True)
+            return {job.place: replace(one, eval_usec=eval_usec) for job, one in pairs}
+
+        if self._staging.overlaps:
+            return complete
+        finished = complete()
+        return lambda: finished
 
     def _forward(self, jobs: Sequence[_Job]) -> torch.Tensor:
         model, pool = self._open_model(), self._open_pool()
         ids = [token for job in jobs for token in job.work.tokens]
-        tokens = torch.tensor(ids, device=self._device)
-        inputs = [job.work.hidden for job in jobs]
-        if inputs[0] is None:
-            hidden = model.embed(tokens)
-        else:
-            parts = [upload(part, self._device) for part in inputs if part is not None]
-            hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [
+            self._staging.upload(job.work.hidden) for job in jobs if job.work.hidden is not None
+        ]
+        given = torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
         segments = [
             Segment(pool.cache(job.timeline.slot), job.work.pos0, len(job.work.tokens))
             for job in jobs
         ]
+        if self._graphed is not None and len(ids) == len(jobs):
+            numbers = self._staging.integers(step_numbers(ids, segments))
+            return self._graphed(DecodeStep(numbers, given))
+        tokens = self._staging.integers(ids)
+        hidden = model.embed(tokens) if given is None else given
         return model.forward(hidden, tokens, segments)
-
-    def _output(self, work: SliceWork, hidden: torch.Tensor) -> SliceOutput:
-        match work.want:
-            case Want.HIDDEN:
-                return SliceOutput(hidden=download(hidden, work.reply_bits))
-            case Want.LOGITS:
-                return SliceOutput(logits=self._host_logits(hidden[-1:]))
-            case Want.NOTHING:
-                return SliceOutput()
-
-    def _host_logits(self, hidden: torch.Tensor) -> F32:
-        logits = self._open_model().logits(hidden)[0].cpu().numpy()
-        return logits.astype(np.float32, copy=False)
 
     def _open_model(self) -> Slice:
         if self._model is None:

@@ -42,10 +42,13 @@ class CacheTensor:
     Args:
         shape: Shape for one session.
         dtype: Element type.
+        token_axis: Axis along which the tokens' rows lie, the oldest first, as evenly as their
+            number allows; None for memory that a session needs as a whole from its first token.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    token_axis: int | None = None
 
 
 Take = Callable[[str], QuantTensor | None]
@@ -111,6 +114,8 @@ class Placement:
         budget: Memory that decoded weights may take.
         act_quant: Whether activations are rounded as the C engine does on the CPU; only
             architectures that ds4 computes know it.
+        kv_dtype: Type of cached keys and values, int8 with scales; None is `dtype`. Only
+            architectures whose caches have no type of their own know it.
     """
 
     device: torch.device
@@ -118,6 +123,7 @@ class Placement:
     n_ctx: int
     budget: KeepBudget
     act_quant: bool = False
+    kv_dtype: torch.dtype | None = None
 
 
 class Shape(Protocol):
@@ -229,10 +235,13 @@ class Architecture:
     Args:
         read_shape: `Shape.from_metadata`; raises `ModelError` with key, got, expected.
         build_slice: `Slice.load`.
+        kv_is_free: The module's `KV_IS_FREE`: whether slices take any `Placement.kv_dtype`; False
+            if it has none.
     """
 
     read_shape: Callable[[Metadata], Shape]
     build_slice: BuildSlice
+    kv_is_free: bool
 
 
 def positive(metadata: Metadata, key: str, limit: int = 1 << 24) -> int:

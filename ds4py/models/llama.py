@@ -30,7 +30,11 @@ from ds4py.models.base import (
     positive,
 )
 from ds4py.models.ops.attention import attend_many, attend_one
+from ds4py.models.ops.cuda.step import DecodeStep
+from ds4py.models.ops.fused import FusedNorm, Heads
+from ds4py.models.ops.fused_layer import FusedLayer, Place, Products, Scratch
 from ds4py.models.ops.head import OutputHead
+from ds4py.models.ops.kv_rows import KvForm, KvRows
 from ds4py.models.ops.norm import RmsNorm
 from ds4py.models.ops.rope import Rope, RopeParams
 from ds4py.quant.linear import PackedLinear
@@ -41,6 +45,9 @@ _EMBEDDING: Final = "token_embd.weight"
 _NORM: Final = "output_norm.weight"
 _HEAD: Final = "output.weight"
 _ROPE_FACTORS: Final = "rope_freqs.weight"
+
+KV_IS_FREE: Final = True
+"""Caches take any type; see `models.base.Architecture`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +206,10 @@ class _Weights:
         self._take = take
         self._place = place
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._place.dtype
+
     def tensor(self, name: str) -> QuantTensor:
         tensor = self._take(name)
         assert tensor is not None, f"{name} was checked before loading"
@@ -208,8 +219,8 @@ class _Weights:
         tensor = self._take(name)
         return None if tensor is None else tensor.decode(torch.float32)
 
-    def norm(self, name: str, eps: float) -> RmsNorm:
-        return RmsNorm(self.tensor(name).decode(torch.float32), eps, self._place.dtype)
+    def dense(self, name: str) -> torch.Tensor:
+        return self.tensor(name).decode(torch.float32)
 
     def linear(self, blk: str, *names: str) -> PackedLinear:
         tensors = [self.tensor(f"{blk}{name}.weight") for name in names]
@@ -236,42 +247,97 @@ def _joined(
     return torch.cat(parts)
 
 
+_Segment = tuple[KvRows, int, int]
+"""A session's cache in one layer, first position, number of tokens."""
+
+
 class _Layer:
     """One layer's weights and arithmetic."""
 
     def __init__(self, shape: Shape, weights: _Weights, blk: str):
         self._q_width = shape.n_head * shape.d_head
         self._n_rotated = shape.n_head + shape.n_head_kv
+        self._dtype = weights.dtype
         self._heads = (shape.n_head_kv, shape.n_head // shape.n_head_kv, shape.d_head)
-        self._attn_norm = weights.norm(f"{blk}attn_norm.weight", shape.norm_eps)
-        self._qkv = weights.linear(blk, "attn_q", "attn_k", "attn_v")
-        self._output = weights.linear(blk, "attn_output")
-        self._ffn_norm = weights.norm(f"{blk}ffn_norm.weight", shape.norm_eps)
-        self._gate_up = weights.linear(blk, "ffn_gate", "ffn_up")
-        self._down = weights.linear(blk, "ffn_down")
+        norms = [weights.dense(f"{blk}{name}_norm.weight") for name in ("attn", "ffn")]
+        self._attn_norm, self._ffn_norm = (
+            RmsNorm(norm, shape.norm_eps, weights.dtype) for norm in norms
+        )
+        self._products = Products(
+            qkv=weights.linear(blk, "attn_q", "attn_k", "attn_v"),
+            output=weights.linear(blk, "attn_output"),
+            gate_up=weights.linear(blk, "ffn_gate", "ffn_up"),
+            down=weights.linear(blk, "ffn_down"),
+        )
+        self.fused = self._fused(shape, norms)
+
+    def _fused(self, shape: Shape, norms: Sequence[torch.Tensor]) -> FusedLayer | None:
+        """Return the fast path for few rows, if these weights have one."""
+        heads = Heads(*self._heads, shape.rope.n_dims)
+        if not (self._products.are_packed and heads.fits):
+            return None
+        attn, ffn = (FusedNorm(norm, shape.norm_eps) for norm in norms)
+        return FusedLayer(heads, (attn, ffn), self._products)
 
     def __call__(
-        self, x: torch.Tensor, kv: torch.Tensor, rope: Rope, rotation: torch.Tensor, pos0: int
+        self, x: torch.Tensor, rope: Rope, rotation: torch.Tensor, segments: Sequence[_Segment]
     ) -> None:
-        """Update float32 `[T, W]` and the layer's cache in place."""
-        qkv = self._qkv(self._attn_norm(x)).float()
-        x.add_(self._output(self._attend(qkv, kv, rope, rotation, pos0)))
-        gate, up = self._gate_up(self._ffn_norm(x)).chunk(2, 1)
-        x.add_(self._down(silu(gate).mul_(up)))
+        """Update float32 `[T, W]` and the sessions' caches in place."""
+        products = self._products
+        qkv = products.qkv(self._attn_norm(x)).float()
+        heads = qkv.view(x.shape[0], -1, self._heads[2])
+        rope.rotate_(heads[:, : self._n_rotated], rotation)
+        x.add_(products.output(self._attend(qkv, heads, segments)))
+        gate, up = products.gate_up(self._ffn_norm(x)).chunk(2, 1)
+        x.add_(products.down(silu(gate).mul_(up)))
+
+    def decode(
+        self,
+        x: torch.Tensor,
+        step: DecodeStep,
+        addresses: torch.Tensor,
+        rope: Rope,
+        form: CacheTensor,
+    ) -> None:
+        """Update float32 `[B, W]`, one token of each session, and their caches, on a GPU."""
+        # here, because they need triton
+        from ds4py.models.ops.cuda.decode_attention import attend_sessions  # noqa: PLC0415
+        from ds4py.models.ops.cuda.rotate_store import rotate_and_store  # noqa: PLC0415
+
+        products = self._products
+        qkv = products.qkv(self._attn_norm(x)).float()
+        rotate_and_store(qkv, rope.table, addresses, step.positions, form)
+        q = qkv[:, : self._q_width].view(-1, *self._heads)
+        attended = attend_sessions(q, addresses, step.positions, form)
+        x.add_(products.output(attended.to(self._dtype)))
+        gate, up = products.gate_up(self._ffn_norm(x)).chunk(2, 1)
+        x.add_(products.down(silu(gate).mul_(up)))
 
     def _attend(
-        self, qkv: torch.Tensor, kv: torch.Tensor, rope: Rope, rotation: torch.Tensor, pos0: int
+        self, qkv: torch.Tensor, heads: torch.Tensor, segments: Sequence[_Segment]
     ) -> torch.Tensor:
-        T, (n_groups, per_group, d_head) = qkv.shape[0], self._heads
-        heads = qkv.view(T, -1, d_head)
-        rope.rotate_(heads[:, : self._n_rotated], rotation)
-        new_rows = heads[:, n_groups * per_group :]
-        q = qkv[:, : self._q_width]
-        if T == 1:
-            kv[:, pos0].copy_(new_rows[0])
-            return attend_one(q.view(self._heads), kv, pos0 + 1)
-        kv[:, pos0 : pos0 + T].copy_(new_rows.transpose(0, 1))
-        return attend_many(q.view(T, *self._heads), kv, pos0)
+        n_groups, per_group, _ = self._heads
+        parts, start = [], 0
+        for kv, pos0, T in segments:
+            new_rows = heads[start : start + T, n_groups * per_group :]
+            q = qkv[start : start + T, : self._q_width]
+            kv.write(pos0, new_rows.transpose(0, 1))
+            if T == 1:
+                seen = kv.read(pos0 + 1, torch.float32)
+                parts.append(attend_one(q.view(self._heads), seen, pos0 + 1).to(self._dtype))
+            else:
+                seen = kv.read(pos0 + T, self._dtype)
+                parts.append(_attend_many(q.view(T, *self._heads), seen, pos0))
+            start += T
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_many(q: torch.Tensor, kv: torch.Tensor, pos0: int) -> torch.Tensor:
+    if kv.is_cuda:  # imported here, because it takes torch a second
+        from ds4py.models.ops.cuda.chunk_attention import attend_chunk  # noqa: PLC0415
+
+        return attend_chunk(q, kv, pos0)
+    return attend_many(q, kv, pos0)
 
 
 class Slice:
@@ -282,42 +348,42 @@ class Slice:
 
     def __init__(
         self,
-        place: Placement,
-        cache_shape: tuple[int, ...],
+        kv: KvForm,
         layers: Sequence[_Layer],
         rope: Rope,
         *,
-        embedding: QuantTensor | None,
+        embedding: PackedLinear | None,
         head: OutputHead | None,
     ):
-        self._place = place
-        self._cache_shape = cache_shape
+        self._kv = kv
         self._layers = layers
         self._rope = rope
         self._embedding = embedding
         self._head = head
+        self._scratch: dict[int, Scratch] = {}
 
     @classmethod
     def load(
         cls, shape: Shape, span: LayerSpan, take: Take, place: Placement, *, head: bool
     ) -> Slice:
-        """Build a slice from checked tensors; see `models.base.BuildSlice`.
-
-        A process that owns both ends of a tied model holds the embedding twice: as rows to look
-        up, and in the form that products want.
-        """
+        """Build a slice from checked tensors; see `models.base.BuildSlice`."""
         weights = _Weights(take, place)
         factors = weights.vector(_ROPE_FACTORS)
         rope = Rope(shape.rope, place.n_ctx, place.device, factors)
-        embedding = weights.tensor(_EMBEDDING) if span.start == 0 else None
+        embedding = weights.linear("", "token_embd") if span.start == 0 else None
         layers = [_Layer(shape, weights, f"blk.{layer}.") for layer in span.layers]
         output = None
         if head:
-            norm = RmsNorm(weights.tensor(_NORM).decode(), shape.norm_eps, torch.float32)
-            matrix = take(_HEAD) or embedding or weights.tensor(_EMBEDDING)
-            output = OutputHead(norm, weights.packed([matrix]))
-        cache_shape = (2 * shape.n_head_kv, place.n_ctx, shape.d_head)
-        return cls(place, cache_shape, layers, rope, embedding=embedding, head=output)
+            norm = RmsNorm(weights.dense(_NORM), shape.norm_eps, torch.float32)
+            own = take(_HEAD)
+            vocabulary = embedding if own is None else weights.packed([own])
+            output = OutputHead(norm, vocabulary or weights.linear("", "token_embd"))
+        rows = (2 * shape.n_head_kv, place.n_ctx, shape.d_head)
+        kv = KvForm(rows, place.kv_dtype or place.dtype)
+        stepping = place.device.type == "cuda" and not kv.has_scales
+        return (SteppingSlice if stepping else cls)(
+            kv, layers, rope, embedding=embedding, head=output
+        )
 
     @property
     def has_head(self) -> bool:
@@ -325,13 +391,13 @@ class Slice:
         return self._head is not None
 
     def cache_layout(self) -> list[CacheTensor]:
-        """Describe one session's cache: per layer `[2 G, C, D]`, keys then values."""
-        return [CacheTensor(self._cache_shape, self._place.dtype) for _ in self._layers]
+        """Describe one session's cache: per layer `[2 G, C, D]`, keys then values, and scales."""
+        return self._kv.layout(len(self._layers))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, W]` of token ids int64 `[T]`."""
         assert self._embedding is not None, "only the first slice embeds"
-        return self._embedding.rows(tokens, torch.float32)
+        return self._embedding.rows(tokens)
 
     def forward(
         self,
@@ -339,18 +405,38 @@ class Slice:
         tokens: torch.Tensor,  # noqa: ARG002 - only the embedding depends on them
         segments: Sequence[Segment],
     ) -> torch.Tensor:
-        """Run the layers over float32 `[T, W]`; overwrites and returns it.
-
-        Segments run one after the other, so that a session's answer does not depend on others.
-        """
-        start = 0
-        for segment in segments:
-            rows = hidden[start : start + segment.n_tokens]
-            rotation = self._rope.at(segment.pos0, segment.n_tokens)
-            for layer, kv in zip(self._layers, segment.cache, strict=True):
-                layer(rows, kv, self._rope, rotation, segment.pos0)
-            start += segment.n_tokens
+        """Run the layers over float32 `[T, W]`; overwrites and returns it."""
+        fast = hidden.shape[0] == len(segments) and all(layer.fused for layer in self._layers)
+        if fast:
+            self._step(hidden, segments)
+            return hidden
+        rotations = [self._rope.at(part.pos0, part.n_tokens) for part in segments]
+        rotation = rotations[0] if len(rotations) == 1 else torch.cat(rotations)
+        caches = [self._kv.layers(part.cache) for part in segments]
+        for layer, *own in zip(self._layers, *caches, strict=True):
+            spans = [(kv, part.pos0, part.n_tokens) for kv, part in zip(own, segments, strict=True)]
+            layer(hidden, self._rope, rotation, spans)
         return hidden
+
+    def _step(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> None:
+        """Run the layers over one token of each session."""
+        scratch = None
+        rotations = [self._rope.at(part.pos0, 1) for part in segments]
+        caches = [self._kv.layers(part.cache) for part in segments]
+        for layer, *own in zip(self._layers, *caches, strict=True):
+            assert layer.fused is not None, "the caller has looked"
+            scratch = scratch or self._scratch_for(layer.fused, hidden)
+            places = [
+                Place(kv, part.pos0, rotation)
+                for kv, part, rotation in zip(own, segments, rotations, strict=True)
+            ]
+            layer.fused(hidden, places, scratch)
+
+    def _scratch_for(self, layer: FusedLayer, hidden: torch.Tensor) -> Scratch:
+        n_rows = hidden.shape[0]
+        if n_rows not in self._scratch:
+            self._scratch[n_rows] = layer.scratch(n_rows, hidden.shape[1])
+        return self._scratch[n_rows]
 
     def rewind_floor(self, length: int) -> int:  # noqa: ARG002 - rows can be forgotten one by one
         """Return 0: a timeline can be cut anywhere."""
@@ -368,3 +454,18 @@ class Slice:
         """Return float32 `[T, V]` for float32 `[T, W]`."""
         assert self._head is not None, "only a slice with the head gives logits"
         return self._head(hidden)
+
+
+class SteppingSlice(Slice):
+    """A slice on a GPU whose decode steps ask the host nothing; see `ops.cuda.step.DecodesSteps`.
+
+    Its caches hold floats: kernels read no codes with scales.
+    """
+
+    def decode_step(self, step: DecodeStep) -> torch.Tensor:
+        """Run the layers over one token of each session; see `DecodesSteps.decode_step`."""
+        x = self.embed(step.tokens) if step.hidden is None else step.hidden.clone()
+        (form,) = self._kv.layout(1)
+        for layer, addresses in zip(self._layers, step.addresses, strict=True):
+            layer.decode(x, step, addresses, self._rope, form)
+        return x

@@ -31,4 +31,5 @@ def load_architecture(name: str) -> Architecture:
             expected=f"one of the architectures that ds4py computes: {', '.join(KNOWN)}",
         )
     module = importlib.import_module(_MODULES[name])
-    return Architecture(module.Shape.from_metadata, module.Slice.load)
+    kv_is_free: bool = getattr(module, "KV_IS_FREE", False)
+    return Architecture(module.Shape.from_metadata, module.Slice.load, kv_is_free)

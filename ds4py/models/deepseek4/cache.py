@@ -174,7 +174,7 @@ class CacheLayout:
 
     def _compressed(self, ratio: int, width: int) -> Iterator[CacheTensor]:
         pending = (2 * ratio if ratio == OVERLAPPED else ratio) + REWIND_SLACK
-        yield CacheTensor((self._n_ctx // ratio + 1, width), torch.float16)
+        yield CacheTensor((self._n_ctx // ratio + 1, width), torch.float16, token_axis=0)
         yield CacheTensor((pending, compressor_width(ratio, width)), torch.float32)
         yield CacheTensor((pending, compressor_width(ratio, width)), torch.float32)
 

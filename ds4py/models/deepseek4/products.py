@@ -37,7 +37,6 @@ class Linear:
     """
 
     def __init__(self, tensors: Sequence[QuantTensor], place: Placement):
-        self._dtype = place.dtype
         self._parts = [
             (
                 rounding if place.act_quant else None,
@@ -49,10 +48,9 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, sum(N_i)]` for float32 `[T, K]`."""
         parts = [
-            product((x if rounding is None else rounding(x)).to(self._dtype))
-            for rounding, product in self._parts
+            product(x if rounding is None else rounding(x)) for rounding, product in self._parts
         ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).float()
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class Weights:

@@ -36,9 +36,9 @@ class OutputHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, V]` for hidden states float32 `[T, W]`."""
         x = self._norm(hidden)
+        if self._vocabulary.exact_for(x.shape[0]):
+            return self._vocabulary(x)
         logits = self._vocabulary(x.to(self._vocabulary.dtype)).float()
-        if self._vocabulary.dtype is torch.float32:
-            return logits
         leading = logits.topk(min(N_SHARPENED, logits.shape[1]), sorted=False).indices
         rows = self._vocabulary.rows(leading.flatten()).view(*leading.shape, -1)
         return logits.scatter_(1, leading, (rows @ x.unsqueeze(2)).squeeze(2))

@@ -95,6 +95,10 @@ class Rope:
         n_ctx: Positions in the table.
         device: Where it lives.
         factors: float32 `[n_dims / 2]`, divides the frequencies (the `rope_freqs` tensor), or None.
+
+    Attributes:
+        table: Rotations of all positions, complex64 `[n_ctx, 1, n_dims / 2]`.
+        n_dims: Leading values of a head that are rotated.
     """
 
     def __init__(
@@ -108,12 +112,12 @@ class Rope:
         angles = torch.arange(n_ctx, dtype=torch.float64).outer(frequencies)
         length = torch.full_like(angles, length_factor(params))
         table = torch.polar(length, angles).to(torch.complex64)
-        self._table = table.unsqueeze(1).to(device)  # [n_ctx, 1, n_dims / 2]
+        self.table = table.unsqueeze(1).to(device)  # [n_ctx, 1, n_dims / 2]
         self.n_dims = params.n_dims
 
     def at(self, pos0: int, n_tokens: int) -> torch.Tensor:
         """Return the rotations of consecutive positions: complex64 `[T, 1, n_dims / 2]`."""
-        return self._table[pos0 : pos0 + n_tokens]
+        return self.table[pos0 : pos0 + n_tokens]
 
     def rotate_(self, heads: torch.Tensor, rotation: torch.Tensor) -> None:
         """Turn the leading pairs of each head in place.

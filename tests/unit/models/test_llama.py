@@ -170,7 +170,7 @@ def test_many_tokens_at_once_equal_one_by_one(tmp_path, precision):
         )
         at = work.pos0 + len(span)
         results.append(runner.run([work])[0].logits)
-    tolerance = 2e-5 if precision == "f32" else 0.02
+    tolerance = 2e-5 if precision == "f32" else 0.03
     assert np.abs(results[0] - results[-1]).max() < tolerance * np.ptp(results[0])
 
 

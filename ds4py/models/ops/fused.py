@@ -1,0 +1,300 @@
+"""The steps between matrix products of few rows, each in one pass, on the CPU.
+
+Owns: norm, gated SiLU, rotary positions with attention, as kernels that leave integers for the next
+product where they can. Refuses to know: weights, layers. Invariant: float32 inside; the same
+formulas as `models.ops`, which is their reference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import torch
+
+from ds4py.models.ops.fused_rows import PARAMS, CacheRows, cache_rows
+from ds4py.quant.kernels.activations import TARGETS, Quantized, write_quantized
+from ds4py.quant.kernels.jit import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    Code,
+    Kernel,
+    Value,
+    float_bits,
+    vector,
+)
+
+_ROW: Final = vector(F32, LANES)
+
+
+class FusedNorm:
+    """RMS norm that leaves integers; see `models.ops.norm.RmsNorm`.
+
+    Args:
+        weight: float32 `[W]`, `W` a multiple of 32.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float):
+        self._weight, self._eps = weight.contiguous(), float_bits(eps)
+        self._place = self._weight.data_ptr(), self._eps
+
+    def __call__(self, x: torch.Tensor, out: Quantized) -> None:
+        """Norm float32 `[T, W]`, contiguous, into `out`."""
+        _norm()(x.data_ptr(), *self._place, *out.addresses, out.n_rows, out.width)
+
+
+@cache
+def _norm() -> Kernel:
+    k = Code("norm", ("x", "weight", "eps", *TARGETS, "n_rows", "width"))
+    b, width = k.b, k.integer("width")
+    with k.loop(0, k.integer("n_rows")) as row:
+        line = k.at(k.pointer("x"), b.mul(row, width), 4)
+        squares = k.variable(k.splat(0.0))
+        with k.loop(0, width, LANES) as i:
+            part = k.load(_ROW, k.at(line, i, 4))
+            squares.set(k.fma(part, part, squares.get()))
+        mean = b.fdiv(k.total(squares.get()), b.sitofp(width, F32))
+        length = k.call("sqrt", b.fadd(mean, k.real("eps")))
+        scale = k.splat(b.fdiv(F32(1), length))
+
+        def value(i: Value, line: Value = line, scale: Value = scale) -> Value:
+            weight = k.load(_ROW, k.at(k.pointer("weight"), i, 4))
+            return b.fmul(b.fmul(k.load(_ROW, k.at(line, i, 4)), weight), scale)
+
+        write_quantized(k, row, width, value)
+    return k.compiled()
+
+
+def gate(gate_up: torch.Tensor, out: Quantized) -> None:
+    """Write `silu(gate) * up` as integers.
+
+    Args:
+        gate_up: float32 `[T, 2 F]`, contiguous: gates, then what they let through.
+        out: `[T, F]`.
+    """
+    _gate()(gate_up.data_ptr(), *out.addresses, out.n_rows, out.width)
+
+
+@cache
+def _gate() -> Kernel:
+    k = Code("gate", ("x", *TARGETS, "n_rows", "width"))
+    b, width = k.b, k.integer("width")
+    with k.loop(0, k.integer("n_rows")) as row:
+        gates = k.at(k.pointer("x"), b.mul(b.mul(row, I64(2)), width), 4)
+        ups = k.at(gates, width, 4)
+
+        def value(i: Value, gates: Value = gates, ups: Value = ups) -> Value:
+            x = k.load(_ROW, k.at(gates, i, 4))
+            below = b.fadd(k.splat(1.0), exponential(k, b.fneg(x)))
+            return b.fmul(b.fdiv(x, below), k.load(_ROW, k.at(ups, i, 4)))
+
+        write_quantized(k, row, width, value)
+    return k.compiled()
+
+
+_LN2_PARTS: Final = 0.693359375, -2.12194440e-4
+"""ln 2 in two parts, of which the first has few bits, so that its multiples are exact."""
+
+_TAYLOR: Final = tuple(1 / math.factorial(n) for n in range(7, -1, -1))
+
+
+def exponential(k: Code, x: Value) -> Value:
+    """Write code for `exp` of float32 `[16]`, to some 2e-7; below -87 it is almost 0."""
+    b = k.b
+    x = b.select(b.fcmp_ordered("<", x, k.splat(-87.0)), k.splat(-87.0), x)
+    x = b.select(b.fcmp_ordered(">", x, k.splat(88.0)), k.splat(88.0), x)
+    n = k.call("rint", b.fmul(x, k.splat(1 / math.log(2))))
+    for part in _LN2_PARTS:
+        x = k.fma(n, k.splat(-part), x)
+    total = k.splat(_TAYLOR[0])
+    for factor in _TAYLOR[1:]:
+        total = k.fma(total, x, k.splat(factor))
+    power = b.shl(b.fptosi(n, vector(I32, LANES)), k.full(I32, LANES, 23))
+    return b.bitcast(b.add(b.bitcast(total, vector(I32, LANES)), power), _ROW)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of an attention.
+
+    Args:
+        n_groups: Key/value heads.
+        per_group: Query heads of each.
+        width: Values of a head, a multiple of 16.
+        n_rotated: Leading values of a head that are rotated, a multiple of 16.
+    """
+
+    n_groups: int
+    per_group: int
+    width: int
+    n_rotated: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether kernels can do it."""
+        return self.width % LANES == 0 and self.n_rotated % LANES == 0
+
+
+def attend(
+    heads: Heads,
+    qkv: torch.Tensor,
+    rotation: torch.Tensor,
+    cache: torch.Tensor,
+    position: int,
+    out: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Attend from one token of one session, whose keys and values are cached first.
+
+    Args:
+        heads: Sizes.
+        qkv: float32 `[(G P + 2 G) D]`, contiguous; overwritten.
+        rotation: complex64 `[n_rotated / 2]`, of the token's position.
+        cache: `[2 G, C, D]`, contiguous, of any type of `KvRows`: keys, then values; row `position`
+            is written.
+        position: Of the token; rows up to it are seen.
+        out: float32 `[G P D]`, contiguous; gets the result.
+        scales: Of a cache of codes.
+    """
+    assert position < cache.shape[1], "kernels write where addresses and sizes say"
+    padded = -(-(position + 1) // LANES) * LANES
+    scores = torch.empty((heads.n_groups * heads.per_group, padded))
+    _attend(heads, cache.dtype).parallel(
+        qkv.data_ptr(),
+        rotation.data_ptr(),
+        cache.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        cache.shape[1],
+        position,
+        padded,
+        scores.data_ptr(),
+        out.data_ptr(),
+    )
+
+
+@cache
+def _attend(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Kernel:
+    k = Code("attend", ("qkv", "rotation", *PARAMS, "position", "padded", "scores", "out"))
+    rows = cache_rows(k, heads.width, dtype)
+    with k.loop(*k.share(I64(heads.n_groups))) as group:
+        work = _Attention(k, heads, rows, group)
+        work.cache_row()
+        work.rotate_queries()
+        work.score()
+        for head in range(heads.per_group):
+            work.soften(head)
+        tile = max(1, LANES * LANES // heads.width)
+        for first in range(0, heads.per_group, tile):
+            work.mix(range(first, min(first + tile, heads.per_group)))
+    return k.compiled()
+
+
+class _Attention:
+    """Code for the heads of one group."""
+
+    def __init__(self, k: Code, heads: Heads, rows: CacheRows, group: Value):
+        self._k, self._heads, self._rows = k, heads, rows
+        b, D, P, G = k.b, heads.width, heads.per_group, heads.n_groups
+        own = b.mul(group, I64(P))
+        self._queries = k.at(k.pointer("qkv"), own, 4 * D)
+        self._key = k.at(k.pointer("qkv"), b.add(group, I64(G * P)), 4 * D)
+        self._value = k.at(k.pointer("qkv"), b.add(group, I64(G * P + G)), 4 * D)
+        self._out = k.at(k.pointer("out"), own, 4 * D)
+        self._keys = rows.plane(group)
+        self._values = rows.plane(b.add(group, I64(G)))
+        self._scores = k.at(k.pointer("scores"), b.mul(own, k.integer("padded")), 4)
+        self._n_keys = b.add(k.integer("position"), I64(1))
+        self._weights_sum: dict[int, Value] = {}
+
+    def cache_row(self) -> None:
+        """Store the token's own key and value."""
+        k, D = self._k, self._heads.width
+        place = k.integer("position")
+        for source, target, rotated in (
+            (self._key, self._keys, True),
+            (self._value, self._values, False),
+        ):
+            parts = [
+                self._turned(source, start) if rotated else k.load(_ROW, source, 4 * start)
+                for start in range(0, D, LANES)
+            ]
+            self._rows.write(self._rows.row(target, place), parts)
+
+    def rotate_queries(self) -> None:
+        """Rotate and scale the queries in place."""
+        k, D = self._k, self._heads.width
+        for head in range(self._heads.per_group):
+            query = k.at(self._queries, head, 4 * D)
+            for start in range(0, D, LANES):
+                part = k.b.fmul(self._turned(query, start), k.splat(1 / math.sqrt(D)))
+                k.store(part, query, 4 * start)
+
+    def score(self) -> None:
+        """Multiply all queries with all keys."""
+        k, D = self._k, self._heads.width
+        with k.loop(0, self._n_keys) as place:
+            parts = self._rows.read(self._rows.row(self._keys, place))
+            for head in range(self._heads.per_group):
+                total = k.splat(0.0)
+                for number, part in enumerate(parts):
+                    query = k.load(_ROW, self._queries, 4 * (head * D + LANES * number))
+                    total = k.fma(part, query, total)
+                k.store(k.total(total), k.at(self._line(head), place, 4))
+
+    def soften(self, head: int) -> None:
+        """Turn one head's scores into weights whose sum is kept beside."""
+        k, b, line = self._k, self._k.b, self._line(head)
+        padded = k.integer("padded")
+        with k.loop(self._n_keys, padded) as place:
+            k.store(F32(-math.inf), k.at(line, place, 4))
+        largest = k.variable(k.splat(-math.inf))
+        with k.loop(0, padded, LANES) as place:
+            largest.set(k.larger(largest.get(), k.load(_ROW, k.at(line, place, 4))))
+        most, total = k.splat(k.reduce("fmax", largest.get())), k.variable(k.splat(0.0))
+        with k.loop(0, padded, LANES) as place:
+            at = k.at(line, place, 4)
+            weight = exponential(k, b.fsub(k.load(_ROW, at), most))
+            beyond = k.b.fcmp_ordered("==", k.load(_ROW, at), k.splat(-math.inf))
+            weight = b.select(beyond, k.splat(0.0), weight)
+            k.store(weight, at)
+            total.set(b.fadd(total.get(), weight))
+        self._weights_sum[head] = k.total(total.get())
+
+    def mix(self, some: range) -> None:
+        """Add up the values, for some heads at a time."""
+        k, D = self._k, self._heads.width
+        starts = range(0, D, LANES)
+        totals = {(head, start): k.variable(k.splat(0.0)) for head in some for start in starts}
+        with k.loop(0, self._n_keys) as place:
+            parts = self._rows.read(self._rows.row(self._values, place))
+            for head in some:
+                weight = k.splat(k.load(F32, k.at(self._line(head), place, 4)))
+                for start, part in zip(starts, parts, strict=True):
+                    total = totals[head, start]
+                    total.set(k.fma(part, weight, total.get()))
+        for (head, start), total in totals.items():
+            value = k.b.fdiv(total.get(), k.splat(self._weights_sum[head]))
+            k.store(value, self._out, 4 * (head * D + start))
+
+    def _line(self, head: int) -> Value:
+        k = self._k
+        return k.at(self._scores, k.b.mul(k.integer("padded"), I64(head)), 4)
+
+    def _turned(self, row: Value, start: int) -> Value:
+        """Return 16 values of a head, rotated if they are to be."""
+        k, part = self._k, self._k.load(_ROW, row, 4 * start)
+        if start >= self._heads.n_rotated:
+            return part
+        angle = k.load(_ROW, k.pointer("rotation"), 4 * start)  # cosine, sine of each pair
+        cosine = k.pick(angle, [lane & ~1 for lane in range(LANES)])
+        sine = k.pick(angle, [lane | 1 for lane in range(LANES)])
+        turned = k.b.fmul(k.pick(part, [lane ^ 1 for lane in range(LANES)]), sine)
+        minus = k.pick(
+            turned, [lane + LANES * (lane % 2 == 0) for lane in range(LANES)], k.b.fneg(turned)
+        )
+        return k.fma(part, cosine, minus)

@@ -1,0 +1,115 @@
+"""One layer of the llama kind over one token of each of some sessions, on the CPU.
+
+Owns: the order of the fused steps, and the memory between them. Refuses to know: names of weights,
+sessions. Invariant: a row's result depends on the batch only by whether it is alone in it; a step
+takes no memory but its scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds4py.models.ops import fused
+from ds4py.models.ops.kv_rows import KvRows
+from ds4py.quant.kernels.activations import Quantized, quantize
+from ds4py.quant.linear import PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a session is in one layer.
+
+    Args:
+        cache: Its rows in this layer.
+        position: Of its token.
+        rotation: complex64 `[n_rotated / 2]` of that position.
+    """
+
+    cache: KvRows
+    position: int
+    rotation: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """The matrices of a layer.
+
+    Args:
+        qkv: Queries, keys, values, one below the other.
+        output: Of the attention.
+        gate_up: Gates, then what they let through.
+        down: Back to the model's width.
+    """
+
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether all of them multiply rounded activations."""
+        every = (self.qkv, self.output, self.gate_up, self.down)
+        return all(product.is_packed for product in every)
+
+
+class Scratch:
+    """Memory between the steps, for so many rows; used again by every layer.
+
+    Args:
+        n_rows: Rows of the batch.
+        width: Of the model.
+        heads: Of the attention.
+        products: Of any layer; all have the same sizes.
+    """
+
+    def __init__(self, n_rows: int, width: int, heads: fused.Heads, products: Products):
+        attended = heads.n_groups * heads.per_group * heads.width
+        n_gates = products.gate_up.n_rows // 2
+        self.normed = Quantized(n_rows, width)
+        self.qkv = torch.empty((n_rows, products.qkv.n_rows))
+        self.attended = torch.empty((n_rows, attended))
+        self.mixed = Quantized(n_rows, attended)
+        self.gate_up = torch.empty((n_rows, 2 * n_gates))
+        self.gated = Quantized(n_rows, n_gates)
+
+
+class FusedLayer:
+    """A layer's fast path for few rows.
+
+    Args:
+        heads: Of the attention.
+        norms: Before attention and before the gates.
+        products: All packed.
+    """
+
+    def __init__(
+        self,
+        heads: fused.Heads,
+        norms: tuple[fused.FusedNorm, fused.FusedNorm],
+        products: Products,
+    ):
+        self._heads = heads
+        self._attn_norm, self._ffn_norm = norms
+        self._products = products
+
+    def scratch(self, n_rows: int, width: int) -> Scratch:
+        """Return memory for a batch."""
+        return Scratch(n_rows, width, self._heads, self._products)
+
+    def __call__(self, x: torch.Tensor, places: Sequence[Place], s: Scratch) -> None:
+        """Update float32 `[T, W]`, contiguous, and the sessions' caches in place."""
+        products = self._products
+        self._attn_norm(x, s.normed)
+        products.qkv.multiply(s.normed, s.qkv)
+        for place, qkv, out in zip(places, s.qkv, s.attended, strict=True):
+            values, scales = place.cache.values, place.cache.scales
+            fused.attend(self._heads, qkv, place.rotation, values, place.position, out, scales)
+        products.output.multiply(quantize(s.attended, s.mixed), x, add=True)
+        self._ffn_norm(x, s.normed)
+        products.gate_up.multiply(s.normed, s.gate_up)
+        fused.gate(s.gate_up, s.gated)
+        products.down.multiply(s.gated, x, add=True)
