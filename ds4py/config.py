@@ -21,11 +21,13 @@ DEFAULT_PORT: Final = 8000
 DEFAULT_PREFILL_CAP: Final = 4096
 DEFAULT_CTX: Final = 32768
 DEFAULT_ALIVE_TIMEOUT: Final = 10.0
+_SIZE: Final = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
 _STRICT_INT = re.compile(r"[ \t\n\v\f\r]*[+-]?[0-9]+", re.ASCII)
 
 DeviceName = str
 Precision = Literal["auto", "f32", "bf16"]
 ActQuant = Literal["auto", "cpu", "none"]
+KvType = Literal["auto", "f32", "bf16", "f16", "q8_0"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,19 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def parse_size(text: str) -> int:
+    """Read a number of bytes such as `8G`, `1.5GiB` or `512m`; units are powers of 1024.
+
+    Raises:
+        ConfigError: The text has another form, or means less than one byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * 1024 ** " kmgt".index(found[2].lower() or " ")) if found else 0
+    if size < 1:
+        raise ConfigError(f"size {text!r}: expected a number with K, M, G or T, for example 8G")
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
     """One worker to dial: `HOST:PORT`, or `HOST:PORT=LAYERS` for a peer that can not tell."""
@@ -99,6 +114,29 @@ def parse_route(text: str) -> tuple[RouteEntry, ...]:
     return entries
 
 
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Read `--dist-pin-cores`: numbers and ranges, such as 2,3 or 4-7.
+
+    Raises:
+        ConfigError: The text has another form, names cores that this process may not use, or the
+            system can not keep threads on cores.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError(f"--dist-pin-cores {text}: only Linux can do that; leave it out")
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise ConfigError(f"--dist-pin-cores {text!r}: expected cores such as 2,3 or 4-7")
+        cores.update(range(first, last + 1))
+    usable = os.sched_getaffinity(0)
+    if not cores <= usable:
+        there = ", ".join(map(str, sorted(usable)))
+        raise ConfigError(f"--dist-pin-cores {text}: this process may use the cores {there} only")
+    return tuple(sorted(cores))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketConfig:
     """Options of every TCP connection (spec 12.1, 12.2).
@@ -110,6 +148,7 @@ class SocketConfig:
         bind_host: Source address of outgoing connections.
         bind_interface: Interface of outgoing connections.
         connect_trace: Log every connection attempt.
+        cores: What the threads that read and write may use; none chooses all.
     """
 
     buffer_mb: int = 128
@@ -118,6 +157,7 @@ class SocketConfig:
     bind_host: str | None = None
     bind_interface: str | None = None
     connect_trace: bool = False
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +168,14 @@ class WorkerTuning:
         prefetch_depth: WORK bodies that may wait for the device per connection.
         forward_window: Forwarded requests that may be outstanding per next hop.
         prefetch: False handles one WORK at a time per connection.
+        batching: Whether single tokens of different sessions run together.
         decode_profile: Log timings of one-token spans.
     """
 
     prefetch_depth: int = 2
     forward_window: int = 4
     prefetch: bool = True
+    batching: bool = True
     decode_profile: bool = False
 
 
@@ -142,8 +184,8 @@ class PrefillTuning:
     """Cutting and overlapping of a prefill (spec 7).
 
     Args:
-        chunk: Tokens per chunk; None takes the session's prefill cap. A `ConfigError` is an
-            unusable environment value and fails the prefill, as in ds4.
+        chunk: Tokens per chunk; None lets the session choose by what chunks have cost. A
+            `ConfigError` is an unusable environment value and fails the prefill, as in ds4.
         window: Chunks in flight; None takes remote hops + 2 within 2 to 8. Or an error, likewise.
         send_depth: Chunks that may wait to be sent.
         pipeline: Whether chunks overlap at all.
@@ -177,6 +219,10 @@ class EngineConfig:
             "none" does not; "auto" is "cpu" in float32 on the CPU and "none" otherwise.
         n_ctx: Tokens per session; None takes the smaller of the model's own context and 32768.
         n_slots: Sessions whose caches are held at once.
+        kv_type: Type of cached keys and values; "q8_0" is 8-bit integers with a scale for every
+            32; "auto" is the type of the precision. Only for models that name no types themselves.
+        kv_budget: Bytes that the caches of all sessions may take together; None takes what they
+            need, but on the CPU at most half of the memory that is free after loading.
         threads: CPU threads; None takes what the machine has, at most 12.
         prefill_cap: What saved sessions name as the largest chunk of a prompt; None is the context.
         raw_cap: What saved sessions name as the room for raw rows; None is what a GPU node of ds4
@@ -189,6 +235,8 @@ class EngineConfig:
     act_quant: ActQuant = "auto"
     n_ctx: int | None = None
     n_slots: int = 4
+    kv_type: KvType = "auto"
+    kv_budget: int | None = None
     threads: int | None = None
     prefill_cap: int | None = DEFAULT_PREFILL_CAP
     raw_cap: int | None = None
@@ -198,6 +246,8 @@ class EngineConfig:
             raise ConfigError(f"context {self.n_ctx}: expected at least 1 token")
         if self.n_slots < 1:
             raise ConfigError(f"sessions {self.n_slots}: expected at least 1")
+        if self.kv_budget is not None and self.kv_budget < 1:
+            raise ConfigError(f"KV budget {self.kv_budget}: expected at least 1 byte")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads {self.threads}: expected at least 1")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
@@ -215,12 +265,14 @@ class CoordinatorConfig:
         activation_bits: Packing of hidden states on the wire: 32, 16 or 8.
         prefill: Chunks and windows.
         n_sessions: Token timelines that may be open at once.
+        batching: Whether single tokens of different sessions run together in the own layers.
         rejoin_timeout: Seconds that a request waits for a lost worker or a replacement.
         result_timeout: Seconds that a request waits for one answer of a stage.
         alive_timeout: Seconds of silence after which another ds4py counts as lost; 0 never. The
             smaller value of both sides holds.
         plain: Speak nothing but ds4's own protocol.
         decode_profile: Log timings of one-token spans.
+        trace: File for the times of all spans (Chrome trace events); None keeps none.
     """
 
     layers: LayerSpec | None = None
@@ -229,11 +281,13 @@ class CoordinatorConfig:
     activation_bits: int = 32
     prefill: PrefillTuning = field(default_factory=PrefillTuning)
     n_sessions: int = 4
+    batching: bool = True
     rejoin_timeout: float = 30.0
     result_timeout: float = 600.0
     alive_timeout: float = DEFAULT_ALIVE_TIMEOUT
     plain: bool = False
     decode_profile: bool = False
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         _check_alive_timeout(self.alive_timeout)
@@ -259,6 +313,7 @@ class WorkerConfig:
         alive_timeout: As in `CoordinatorConfig`.
         plain: As in `CoordinatorConfig`.
         tuning: Queues.
+        trace: As in `CoordinatorConfig`.
     """
 
     layers: LayerSpec
@@ -267,6 +322,7 @@ class WorkerConfig:
     alive_timeout: float = DEFAULT_ALIVE_TIMEOUT
     plain: bool = False
     tuning: WorkerTuning = field(default_factory=WorkerTuning)
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         _check_alive_timeout(self.alive_timeout)
@@ -370,6 +426,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> Environment:
             prefetch_depth=_ranged(source, "DS4_DIST_WORKER_PREFETCH_DEPTH", 1, 8, 2),
             forward_window=_ranged(source, "DS4_DIST_WORKER_FORWARD_WINDOW", 1, 64, 4),
             prefetch="DS4_DIST_DISABLE_WORKER_PREFETCH" not in source,
+            batching="DS4_DIST_DISABLE_BATCHING" not in source,
             decode_profile="DS4_DIST_DECODE_PROFILE" in source,
         ),
         prefill=PrefillTuning(

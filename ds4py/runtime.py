@@ -1,19 +1,25 @@
 """The composition root: from configs to running processes.
 
 Owns: which parts meet which. Refuses to know: flags, terminals, what any part does. Invariant: this
-is the only module that imports both towers; only `cli` and tests import it.
+is the only module that imports both towers; only `bench`, `cli` and tests import it.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from ds4py.cluster.coordinator import Coordinator
 from ds4py.cluster.pool import ClusterBackend
 from ds4py.cluster.port import CoordinatorPort
+from ds4py.cluster.profile import worker_name
+from ds4py.cluster.trace import COORDINATOR, Recorder
+from ds4py.cluster.trace_writer import TraceWriter
 from ds4py.cluster.worker import Worker, data_listener
 from ds4py.config import (
     Address,
@@ -24,18 +30,23 @@ from ds4py.config import (
     WorkerConfig,
 )
 from ds4py.engine.open import open_runner, read_model
+from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
 from ds4py.server.app import create_app
 from ds4py.server.prompts import TextStack
 from ds4py.server.serve import HttpServer
 from ds4py.text.families import chat_for
 from ds4py.text.tokenizer import load_tokenizer
+from ds4py.transport.cores import keep_off
 from ds4py.transport.sockets import Listener, Socket, listen, local_address
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes of weights loaded, bytes of weights in the slice)."""
 
 _CLOSE_SECONDS: Final = 10.0
+
+_SWITCH_SECONDS: Final = 0.0005
+"""How long a thread that computes in Python keeps others waiting; Python's default is tenfold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ def open_node(
     *,
     whole: bool = False,
     progress: LoadProgress | None = None,
+    trace: Recorder | None = None,
 ) -> Iterator[Node]:
     """Load a coordinator's own layers and its tokenizer; nothing is dialled yet.
 
@@ -64,19 +76,55 @@ def open_node(
         sockets: Socket options.
         whole: Own every layer: a process without workers.
         progress: Told how far loading is.
+        trace: Where single spans leave their times, instead of the file that `config` may name.
+
+    Raises:
+        ConfigError: The file of the trace can not be written.
     """
-    card, n_ctx = read_model(engine)
-    text = load_text(engine, n_ctx)
-    local = None
-    if whole:
-        local = open_runner(engine, progress=progress)
-    elif config.layers is not None:
-        local = open_runner(engine, config.layers, want_head=True, progress=progress)
-    coordinator = Coordinator(card, n_ctx, config, sockets, local=local)
+    _share_the_machine(sockets)
+    with _trace_file(config.trace) as file, _recording(file, COORDINATOR) as written:
+        card, n_ctx = read_model(engine)
+        text = load_text(engine, n_ctx)
+        local = None
+        if whole:
+            local = open_runner(engine, progress=progress)
+        elif config.layers is not None:
+            local = open_runner(engine, config.layers, want_head=True, progress=progress)
+        recorder = written if trace is None else trace
+        coordinator = Coordinator(card, n_ctx, config, sockets, local=local, trace=recorder)
+        with closing(coordinator):
+            yield Node(coordinator, ClusterBackend(coordinator, config.n_sessions), text)
+
+
+@contextmanager
+def _trace_file(path: Path | None) -> Iterator[BinaryIO | None]:
+    """Open a trace before anything slow is done; what was in the file is lost."""
+    if path is None:
+        yield None
+        return
     try:
-        yield Node(coordinator, ClusterBackend(coordinator, config.n_sessions), text)
-    finally:
-        coordinator.close()
+        file = path.open("wb", buffering=0)
+    except OSError as e:
+        raise ConfigError(f"--dist-trace {path}: {e.strerror}") from e
+    with file:
+        yield file
+
+
+@contextmanager
+def _recording(file: BinaryIO | None, process: str) -> Iterator[Recorder | None]:
+    """Write to a file whatever is recorded meanwhile."""
+    if file is None:
+        yield None
+        return
+    recorder = Recorder()
+    with closing(TraceWriter(recorder, file, process=process, pid=os.getpid())):
+        yield recorder
+
+
+def _share_the_machine(sockets: SocketConfig) -> None:
+    """Keep computation off the cores of the network, and let network threads in soon."""
+    keep_off(sockets.cores)
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def load_text(engine: EngineConfig, n_ctx: int | None = None) -> TextStack:
@@ -105,17 +153,22 @@ def open_worker(
 
     The port is taken before anything is loaded, so that a busy one is told at once; whoever dials
     meanwhile waits.
+
+    Raises:
+        ConfigError: The port, or the file of the trace, can not be used.
     """
-    with ExitStack() as stack:
+    _share_the_machine(sockets)
+    with _trace_file(config.trace) as file, ExitStack() as stack:
         listener = data_listener(config, sockets)
         stack.callback(listener.close)
         runner = open_runner(engine, config.layers, progress=progress)
         stack.callback(runner.close)
-        worker = Worker(runner, config, sockets, listener)
-        stack.pop_all()  # the worker owns both now
-        stack.callback(worker.close)
-        worker.start()
-        yield worker
+        with _recording(file, worker_name(runner.span)) as trace:
+            worker = Worker(runner, config, sockets, listener, trace)
+            stack.pop_all()  # the worker owns both now
+            with closing(worker):
+                worker.start()
+                yield worker
 
 
 @dataclass(frozen=True, slots=True)

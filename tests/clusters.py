@@ -90,6 +90,7 @@ def cluster(
     head: bool = False,
     can_rewind: bool = True,
     before: Callable[..., None] = lambda work: None,
+    tuning: WorkerTuning | None = None,
     **prefill: object,
 ) -> Iterator[Cluster]:
     """Run a cluster of fake slices.
@@ -99,12 +100,13 @@ def cluster(
         local: The coordinator's own layers.
         dial_in: Workers dial the coordinator instead of being dialled.
         head: The coordinator's slice holds the output head too.
+        tuning: Queues of the workers.
         prefill: Fields of `PrefillTuning`.
     """
     make = lambda text, **more: FakeRunner(  # noqa: E731
         span(text), n_ctx=n_ctx, can_rewind=can_rewind, before=before, **more
     )
-    workers = [] if dial_in else [start_worker(make(cut)) for cut in cuts]
+    workers = [] if dial_in else [start_worker(make(cut), tuning=tuning) for cut in cuts]
     config = replace(
         config or CoordinatorConfig(rejoin_timeout=DEADLINE, result_timeout=DEADLINE),
         route=tuple(RouteEntry(Address("127.0.0.1", w.address.port)) for w in workers),
@@ -121,7 +123,7 @@ def cluster(
     port.start()
     coordinator.start()
     if dial_in:
-        workers = [start_worker(make(cut), coordinator=port.address) for cut in cuts]
+        workers = [start_worker(make(cut), coordinator=port.address, tuning=tuning) for cut in cuts]
     built = Cluster(coordinator, ClusterBackend(coordinator, n_sessions), port, workers)
     try:
         yield built

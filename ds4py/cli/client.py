@@ -33,7 +33,7 @@ from ds4py.cli.options import (
 )
 from ds4py.cli.signals import stop_signal
 from ds4py.cli.terminal import progress_bar, start_logging
-from ds4py.config import Address, Environment, SamplingParams, read_environment
+from ds4py.config import Address, Environment, SamplingParams
 from ds4py.errors import CancelledError, ConfigError
 
 if TYPE_CHECKING:
@@ -72,12 +72,13 @@ def client(**flags: Any) -> int:
     From workers that this process coordinates:
       ds4py-cli -m M.gguf --dist-route worker1:8001,worker2:8002 -p "Explain the architecture"
     """  # noqa: D301 - click wants the backspace character itself
-    environment = read_environment()
-    traced = environment.decode_profile or environment.socket.connect_trace
-    quiet = logging.INFO if traced else logging.WARNING
-    start_logging(PROGRAM, level=logging.DEBUG if flags.pop("debug") else quiet)
+    debug = flags.pop("debug")
     model = ModelFlags(**take(flags, ModelFlags))
     distributed = DistributedFlags(**take(flags, DistributedFlags))
+    environment = distributed.environment()
+    traced = environment.decode_profile or environment.socket.connect_trace
+    quiet = logging.INFO if traced else logging.WARNING
+    start_logging(PROGRAM, level=logging.DEBUG if debug else quiet)
     host, print_ids = flags.pop("host"), flags.pop("print_ids")
     chosen = {k: flags.pop(k) for k in ("temperature", "top_k", "top_p", "min_p", "seed")}
     given = {name: value for name, value in chosen.items() if value is not None}

@@ -20,10 +20,14 @@ from ds4py.config import (
     CoordinatorConfig,
     EngineConfig,
     Environment,
+    KvType,
     PrefillTuning,
     SamplingParams,
     WorkerConfig,
+    parse_cores,
     parse_route,
+    parse_size,
+    read_environment,
 )
 from ds4py.errors import ConfigError
 from ds4py.spans import LayerSpec
@@ -68,7 +72,19 @@ model_options = _group(
         "--sessions",
         type=int,
         default=4,
-        help="Conversations kept in memory at once; each takes cache for a whole context [4].",
+        help="Conversations kept in memory at once; they share --kv-budget [4].",
+    ),
+    click.option(
+        "--kv-type",
+        type=click.Choice(["auto", "f32", "bf16", "f16", "q8_0"]),
+        default="auto",
+        help="Type of cached keys and values; DeepSeek V4 has its own [auto: as --precision].",
+    ),
+    click.option(
+        "--kv-budget",
+        metavar="SIZE",
+        help="Memory for the caches of all conversations, such as 8G [what whole contexts take, on "
+        "the CPU at most half of the free memory].",
     ),
 )
 
@@ -94,7 +110,11 @@ distributed_options = _group(
     ),
     click.option("--dist-coordinator", metavar="HOST:PORT", help="Worker: coordinator to dial."),
     click.option("--coordinator", nargs=2, metavar="HOST PORT", help="The same, ds4's spelling."),
-    click.option("--dist-prefill-chunk", type=int, help="Coordinator: prompt tokens per chunk."),
+    click.option(
+        "--dist-prefill-chunk",
+        type=int,
+        help="Coordinator: prompt tokens per chunk; measured by default.",
+    ),
     click.option("--dist-prefill-window", type=int, help="Coordinator: chunks in flight, 1-64."),
     click.option(
         "--dist-activation-bits",
@@ -121,6 +141,18 @@ distributed_options = _group(
         is_flag=True,
         help="Speak nothing but ds4's own protocol; by default peers are asked first.",
     ),
+    click.option(
+        "--dist-pin-cores",
+        metavar="LIST",
+        help="Keep threads that only move bytes on these cores, and all others off them: 2,3 or "
+        "4-7 (Linux).",
+    ),
+    click.option(
+        "--dist-trace",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="Write where the time of each span went, for ui.perfetto.dev.",
+    ),
     click.option("--dist-replay-check", is_flag=True, help="Accepted for ds4; has no effect."),
     click.option("--debug", is_flag=True, help="Log every step on stderr."),
 )
@@ -145,6 +177,8 @@ class ModelFlags:
     precision: Literal["auto", "f32", "bf16"]
     act_quant: Literal["auto", "cpu", "none"]
     sessions: int
+    kv_type: KvType
+    kv_budget: str | None
 
     def engine(self, environment: Environment) -> EngineConfig:
         """Return the engine's config.
@@ -164,6 +198,8 @@ class ModelFlags:
             act_quant=self.act_quant,
             n_ctx=self.ctx,
             n_slots=self.sessions,
+            kv_type=self.kv_type,
+            kv_budget=None if self.kv_budget is None else parse_size(self.kv_budget),
             threads=self.threads,
             prefill_cap=environment.prefill.prefill_cap,
             raw_cap=environment.raw_cap,
@@ -188,6 +224,8 @@ class DistributedFlags:
     dist_result_timeout: float | None
     dist_alive_timeout: float | None
     dist_plain: bool
+    dist_pin_cores: str | None
+    dist_trace: Path | None
     dist_replay_check: bool
 
     @property
@@ -214,6 +252,8 @@ class DistributedFlags:
             ("--dist-coordinator", self.dist_coordinator or self.coordinator),
             ("--dist-alive-timeout", self.dist_alive_timeout is not None),
             ("--dist-plain", self.dist_plain),
+            ("--dist-pin-cores", self.dist_pin_cores),
+            ("--dist-trace", self.dist_trace),
             *self._coordinator_only(),
         ]
 
@@ -249,6 +289,7 @@ class DistributedFlags:
             alive_timeout=self._alive_timeout(),
             plain=self.dist_plain,
             tuning=environment.worker,
+            trace=self.dist_trace,
         )
 
     def coordinator_config(self, environment: Environment, n_sessions: int) -> CoordinatorConfig:
@@ -272,15 +313,29 @@ class DistributedFlags:
             activation_bits=int(self.dist_activation_bits or 32),
             prefill=self._prefill(environment.prefill),
             n_sessions=n_sessions,
+            batching=environment.worker.batching,
             alive_timeout=self._alive_timeout(),
             plain=self.dist_plain,
             decode_profile=environment.decode_profile,
+            trace=self.dist_trace,
         )
         if self.dist_rejoin_timeout is not None:
             config = replace(config, rejoin_timeout=self.dist_rejoin_timeout)
         if self.dist_result_timeout is not None:
             config = replace(config, result_timeout=self.dist_result_timeout)
         return config
+
+    def environment(self) -> Environment:
+        """Return what the environment says, with the flags of connections over it.
+
+        Raises:
+            ConfigError: The cores are none that can be used.
+        """
+        environment = read_environment()
+        if self.dist_pin_cores is None:
+            return environment
+        cores = parse_cores(self.dist_pin_cores)
+        return replace(environment, socket=replace(environment.socket, cores=cores))
 
     def _alive_timeout(self) -> float:
         given = self.dist_alive_timeout
@@ -305,6 +360,7 @@ def local_config(environment: Environment, n_sessions: int) -> CoordinatorConfig
     return CoordinatorConfig(
         prefill=environment.prefill,
         n_sessions=n_sessions,
+        batching=environment.worker.batching,
         decode_profile=environment.decode_profile,
     )
 

@@ -37,7 +37,6 @@ from ds4py.config import (
     Environment,
     SamplingParams,
     ServerConfig,
-    read_environment,
 )
 from ds4py.errors import ConfigError
 
@@ -114,7 +113,7 @@ def server(**flags: Any) -> None:
     model = ModelFlags(**take(flags, ModelFlags))
     distributed = DistributedFlags(**take(flags, DistributedFlags))
     http = HttpFlags(**take(flags, HttpFlags))
-    environment = read_environment()
+    environment = distributed.environment()
     defaults = sampling(SamplingParams(), **flags)
     engine = model.engine(environment)
     if distributed.role == "worker":

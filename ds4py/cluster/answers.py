@@ -7,14 +7,18 @@ asked for, in the width in which it came.
 
 from __future__ import annotations
 
+from typing import Final
+
 from ds4py.cluster.checks import AcceptedWork
 from ds4py.contracts import SliceOutput, Want
 from ds4py.wire.messages import Result, ResultKind, Telemetry
 
+_EMPTY: Final = memoryview(b"")
+
 
 def wanted(accepted: AcceptedWork) -> Want:
     """Return what this hop has to produce."""
-    if not accepted.is_final:
+    if accepted.next_entry is not None:
         return Want.HIDDEN
     if accepted.ack_only:
         return Want.NOTHING
@@ -42,7 +46,7 @@ def telemetry_of(accepted: AcceptedWork, output: SliceOutput) -> Telemetry:
         layer_end=work.layer_end,
         route_index=work.route_index,
         pos0=work.pos0,
-        n_tokens=work.n_tokens,
+        n_tokens=len(work.tokens),
         eval_usec=min(output.eval_usec, 2**32 - 1),
         input_bytes=work.token_bytes + work.input_hc_bytes,
         output_bytes=_payload(output)[1].nbytes,
@@ -54,4 +58,4 @@ def _payload(output: SliceOutput) -> tuple[ResultKind, memoryview, int]:
         return ResultKind.LOGITS, output.logits.astype("<f4", copy=False).data.cast("B"), 32
     if output.hidden is not None:
         return ResultKind.HIDDEN_STATE, output.hidden.data, output.hidden.bits
-    return ResultKind.ACK, memoryview(b""), 0
+    return ResultKind.ACK, _EMPTY, 0

@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ds4py.errors import RemoteProtocolError
 from ds4py.hidden import WIDTHS, HiddenBatch
 from ds4py.spans import LayerSpan
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import MAX_U32, printable
-from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, WorkHeader
+from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkHeader
 from ds4py.wire.prefix_hash import extend
 from ds4py.wire.route import RouteEntry, decode_route
-from ds4py.wire.work_messages import KNOWN_FLAGS
+from ds4py.wire.work_messages import ACK_ONLY, INPUT_HC, KNOWN_FLAGS, OUTPUT_LOGITS
 
 _MAX_TOKEN: Final = 2**31 - 1
 
@@ -81,8 +81,7 @@ class RefusedWork:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptedWork:
+class AcceptedWork(NamedTuple):
     """A WORK that passed rows 1 to 23, and what it asks of this hop.
 
     Args:
@@ -126,11 +125,11 @@ def check_work(body: memoryview, facts: WorkerFacts) -> AcceptedWork | RefusedWo
         _raise_first(_entry_faults(work, entry, next_entry))
     except RemoteProtocolError as error:
         return RefusedWork(request_id=request_id, kind=error.kind, text=error.what)
-    hidden = None
-    if work.flags & WorkFlags.INPUT_HC:
+    flags, hidden = int(work.flags), None
+    if flags & INPUT_HC:
         hidden = HiddenBatch(work.n_tokens, facts.hidden_width, work.bits, work.input)
-    ack_only = next_entry is None and bool(work.flags & WorkFlags.ACK_ONLY)
-    wants_logits = bool(work.flags & WorkFlags.OUTPUT_LOGITS) and not ack_only
+    ack_only = next_entry is None and bool(flags & ACK_ONLY)
+    wants_logits = bool(flags & OUTPUT_LOGITS) and not ack_only
     return AcceptedWork(
         work=work,
         entry=entry,
@@ -148,55 +147,55 @@ def _raise_first(faults: Faults) -> None:
 
 def _work_faults(work: Work, facts: WorkerFacts) -> Faults:
     """Rows 3 to 19."""
-    span = facts.span
+    span, flags, n_tokens = facts.span, int(work.flags), len(work.tokens)
     if work.route_count == 0:
         yield "W-NOROUTE", "WORK frame is missing distributed route"
     if work.route_index >= work.route_count:
         yield "W-ROUTEIDX", "invalid distributed WORK route metadata"
     if work.model_id != facts.model_id:
         yield "W-MODEL", f"model id mismatch: work={work.model_id} worker={facts.model_id}"
-    if (work.layer_start, work.layer_end) != (span.start, span.end):
+    if work.layer_start != span.start or work.layer_end != span.end:
         asked = f"{work.layer_start}:{work.layer_end}"
         yield (
             "W-LAYERS",
             f"worker is assigned layers {span.start}:{span.end} but request asked for {asked}",
         )
-    if work.flags & ~KNOWN_FLAGS:
+    if flags & ~KNOWN_FLAGS:
         yield "W-FLAGS", "invalid distributed WORK flags"
-    if work.n_tokens == 0:
+    if n_tokens == 0:
         yield "W-EMPTY", "WORK frame has no tokens"
-    if work.pos0 + work.n_tokens > facts.n_ctx:
+    if work.pos0 + n_tokens > facts.n_ctx:
         yield "W-CTX", "WORK token span exceeds worker context"
-    yield from _flag_faults(work, facts)
+    yield from _flag_faults(work, flags, facts)
     if max(work.tokens) > min(_MAX_TOKEN, facts.n_vocab - 1):
         yield "W-VOCAB", "WORK token id is outside the model vocabulary"
     if extend(work.prefix_hash, work.tokens) != work.result_hash:
         yield "W-HASHMETA", "WORK token prefix hash metadata mismatch"
-    yield from _input_faults(work, facts)
+    yield from _input_faults(work, flags, n_tokens * facts.hidden_width)
 
 
-def _flag_faults(work: Work, facts: WorkerFacts) -> Faults:
+def _flag_faults(work: Work, flags: int, facts: WorkerFacts) -> Faults:
     """Rows 10 to 13."""
-    has_input = bool(work.flags & WorkFlags.INPUT_HC)
+    has_input = flags & INPUT_HC
     if has_input and work.layer_start == 0:
         yield "W-INPUT0", "layer 0 WORK must not carry an input hidden-state"
     if not has_input and work.layer_start != 0:
         yield "W-NOINPUT", "nonzero layer WORK requires input hidden-state"
-    if work.flags & WorkFlags.OUTPUT_LOGITS and not facts.span.has_output:
+    if flags & OUTPUT_LOGITS and not facts.span.has_output:
         yield "W-NOHEAD", "worker was not assigned the output head"
-    if work.flags & WorkFlags.OUTPUT_LOGITS and work.layer_end + 1 != facts.n_layers:
+    if flags & OUTPUT_LOGITS and work.layer_end + 1 != facts.n_layers:
         yield "W-NOTLAST", "WORK logits require the final layer"
 
 
-def _input_faults(work: Work, facts: WorkerFacts) -> Faults:
+def _input_faults(work: Work, flags: int, n_values: int) -> Faults:
     """Rows 16 to 19."""
-    values = work.n_tokens * facts.hidden_width
-    if values * 4 > MAX_U32:
+    if n_values * 4 > MAX_U32:
         yield "W-TOOBIG", "WORK hidden-state is too large for a frame"
-    if work.flags & WorkFlags.INPUT_HC:
-        if work.bits not in WIDTHS:
+    if flags & INPUT_HC:
+        bits = work.bits
+        if bits not in WIDTHS:
             yield "W-BITS", "invalid distributed activation width"
-        if work.input_hc_bytes != values * work.bits // 8:
+        if work.input_hc_bytes != n_values * bits // 8:
             yield "W-HCSIZE", "input hidden-state size does not match token span"
     elif work.input_hc_bytes:
         yield "W-STRAYHC", "WORK carries a hidden-state without announcing it"
@@ -204,13 +203,14 @@ def _input_faults(work: Work, facts: WorkerFacts) -> Faults:
 
 def _entry_faults(work: Work, entry: RouteEntry, next_entry: RouteEntry | None) -> Faults:
     """Rows 21, 22, and 28: ds4 finds the last one only after its cache has advanced."""
-    logits = bool(work.flags & WorkFlags.OUTPUT_LOGITS)
-    if (entry.layer_start, entry.layer_end) != (work.layer_start, work.layer_end):
+    flags = int(work.flags)
+    logits = bool(flags & OUTPUT_LOGITS)
+    if entry.layer_start != work.layer_start or entry.layer_end != work.layer_end:
         yield "W-RLAYERS", "WORK layer range does not match route entry"
     if entry.has_output != logits:
         yield "W-RLOGITS", "WORK logits flag does not match route entry"
     # row 23 can not fail: logits need the last layer (13), and no entry can follow it (20)
-    silent = next_entry is None and (logits or work.flags & WorkFlags.ACK_ONLY)
+    silent = next_entry is None and (logits or flags & ACK_ONLY)
     if not silent and work.bits not in WIDTHS:
         yield "W-OUTSIZE", "invalid distributed activation width"
 

@@ -7,6 +7,7 @@ only; whoever waits for a route is woken by every change.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import secrets
@@ -21,12 +22,14 @@ from ds4py.cluster.checks import CoordinatorFacts
 from ds4py.cluster.device import DeviceThread
 from ds4py.cluster.dialer import Dialer
 from ds4py.cluster.introduction import coordinator_hello
+from ds4py.cluster.lanes import Lanes, dial_lane
 from ds4py.cluster.link import Link
 from ds4py.cluster.planner import Demand, plan_route
 from ds4py.cluster.reception import Reception
 from ds4py.cluster.registry import LinkId, Registry, WorkerRecord
 from ds4py.cluster.route import Lost, Route, route_blob
 from ds4py.cluster.telemetry import RouteTelemetry
+from ds4py.cluster.trace import Recorder
 from ds4py.config import CoordinatorConfig, SocketConfig
 from ds4py.contracts import Cancelled, Health, ModelCard, SessionId, SliceRunner, StageStatus
 from ds4py.errors import (
@@ -57,6 +60,7 @@ class Coordinator:
         config: Addresses, chunks, deadlines.
         sockets: Socket options.
         local: The coordinator's own slice, owned and closed here; None if it owns none.
+        trace: Where single spans leave their times; None keeps none.
     """
 
     def __init__(
@@ -67,14 +71,16 @@ class Coordinator:
         sockets: SocketConfig,
         *,
         local: SliceRunner | None = None,
+        trace: Recorder | None = None,
     ):
         self._card = card
         self._n_ctx = n_ctx
         self.config = config
         self.sockets = sockets
-        self.local = None if local is None else DeviceThread(local)
+        self.local = None if local is None else DeviceThread(local, batching=config.batching)
         self._registry = Registry()
         self._links: dict[LinkId, Link] = {}
+        self._lanes: dict[LinkId, Lanes] = {}  # of each link, for when it leads to the first hop
         self._retired: dict[LinkId, Link] = {}  # displaced by another worker, still connected
         self._changed = threading.Condition()
         self._route: Route | None = None
@@ -84,7 +90,7 @@ class Coordinator:
         self._link_ids = itertools.count(1)
         self._request_ids = itertools.count(1)
         self._sessions: set[SessionId] = set()
-        self.telemetry = RouteTelemetry()
+        self.telemetry = RouteTelemetry(trace)
         self.acquaintances = Acquaintances(card)
         self._reception = Reception(self, plain=config.plain)
         self._dialers = [Dialer(entry, self) for entry in config.route]
@@ -173,7 +179,7 @@ class Coordinator:
         return Route(
             generation=self._registry.generation,
             hops=hops,
-            link=self._links[hops[0].link] if hops else None,
+            lanes=self._lanes[hops[0].link] if hops else None,
             blob=route_blob(hops) if hops else b"",
             local=self.local,
             apply_head=self._apply_head if self._demand().local_head else None,
@@ -256,13 +262,30 @@ class Coordinator:
             displaced = [(old, self._links.pop(old.link)) for old in self._registry.add(record)]
             self._retired.update((old.link, link) for old, link in displaced)
             self._links[record.link] = link
+            self._lanes[record.link] = self._lanes_of(link, record)
             self._changed.notify_all()
         log.info("%s joined", record.name)
         for old, old_link in displaced:
             log.warning("%s is replaced by a newcomer", old.name)
             old_link.retire("replaced by a newcomer")
+            self._close_lanes(old.link, "replaced by a newcomer")
             self._announce_loss(old)
         link.run()
+
+    def _lanes_of(self, link: Link, record: WorkerRecord) -> Lanes:
+        return Lanes(
+            link,
+            functools.partial(dial_lane, record, self),
+            timeout=self.sockets.send_timeout,
+            alive_timeout=record.alive_timeout,
+        )
+
+    def _close_lanes(self, link_id: LinkId, reason: str) -> None:
+        """End what else leads to a worker that is in use no more."""
+        with self._changed:
+            lanes = self._lanes.pop(link_id, None)
+        if lanes is not None:
+            lanes.close(reason)
 
     def _lost(self, link_id: LinkId, cause: TransportError) -> None:
         with self._changed:
@@ -271,6 +294,7 @@ class Coordinator:
             record = self._registry.remove(link_id)
             route = self._route
             self._changed.notify_all()
+        self._close_lanes(link_id, cause.what)
         if record is None or self._closed:
             return
         log.warning("%s left: %s", record.name, cause.what)
@@ -383,8 +407,8 @@ def _hurry(route: Route, lost: WorkerRecord, *, silent: bool) -> None:
     The stage before the lost one answers with errors as soon as it reads of the loss, which a full
     queue delays. A plain one is never told; it sees a broken connection itself, but no silence.
     """
-    if route.link is not None and lost in route.hops[1:]:
+    if route.lanes is not None and lost in route.hops[1:]:
         before = route.hops[route.hops.index(lost) - 1]
         never = silent and HOP_LOST not in before.features
         seconds = 0.0 if never else _LOSS_SECONDS
-        route.link.hurry(seconds, f"no answer after the loss of {lost.name}")
+        route.lanes.hurry(seconds, f"no answer after the loss of {lost.name}")

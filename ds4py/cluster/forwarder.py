@@ -15,20 +15,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from ds4py.cluster.link import expect_result
+from ds4py.cluster.turns import MAX_BATCH
 from ds4py.config import Address
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
-from ds4py.transport.connection import Connection
+from ds4py.transport.connection import Buffer, Connection
+from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
+from ds4py.wire.frames import Frame, FrameType, type_name
 from ds4py.wire.messages import Result, Telemetry, Work, encode, error_result
+from ds4py.wire.work_messages import RelayedResult, ResultHeader
 
 log = logging.getLogger(__name__)
 
-Reply = Callable[[Result], None]
+Answer = Result | RelayedResult
+Reply = Callable[[Answer], None]
 Dial = Callable[[Address, Callable[[], bool]], Connection]
 _SEND_SECONDS: Final = 60.0
 _MAX_NEXT_HOPS: Final = 16
@@ -38,13 +42,20 @@ _MAX_NEXT_HOPS: Final = 16
 class _Span:
     """One span on its way: `departed` is called once, when it holds no memory here any more."""
 
-    work: Work
+    request_id: int
+    frame: Sequence[Buffer]
     telemetry: Telemetry
     departed: Callable[[], None] | None
     sent_at: float = 0.0
+    send_usec: int = 0
+
+    @property
+    def is_token(self) -> bool:
+        return self.telemetry.n_tokens == 1
 
     def depart(self) -> None:
         departed, self.departed = self.departed, None
+        self.frame = ()
         if departed is not None:
             departed()
 
@@ -56,18 +67,18 @@ class _Downstream:
         self.connection = connection
         self._owner = owner
         name = f"forward {connection.peer}"
-        # as deep as the window: putting a span never waits
-        self.outbox = Outbox(
-            connection, depth=owner.window, name=f"{name} send", timeout=_SEND_SECONDS
-        )
+        # as deep as the windows: putting a span never waits
+        depth = owner.window + MAX_BATCH
+        self.outbox = Outbox(connection, depth=depth, name=f"{name} send", timeout=_SEND_SECONDS)
         self._thread = threading.Thread(target=self._relay, name=f"{name} relay", daemon=True)
         self._thread.start()
 
     def _relay(self) -> None:
         reason = "closed the connection"
+        run_on(self.connection.cores)
         try:
             while (frame := self.connection.receive()) is not None:
-                self._owner.relay(expect_result(frame, kind="D-FRAME"))
+                self._owner.relay(frame)
         except Ds4Error as e:
             reason = str(e)
         except Exception as e:  # one hop's bug must not take the others along
@@ -83,7 +94,7 @@ class Forwarder:
 
     Args:
         address: The next hop's data port, as the route names it.
-        window: Most unanswered requests.
+        window: Most unanswered requests, but for single tokens.
         dial: Makes the connection; may take seconds, so it runs on a thread of its own.
         reply: Sends a RESULT upstream; raises `TransportError` if upstream is gone.
     """
@@ -109,7 +120,7 @@ class Forwarder:
             departed: Called once, from any thread, when the span was sent or given up; until then
                 the caller should take no more spans.
         """
-        span = _Span(work, telemetry, departed)
+        span = _Span(work.request_id, encode(work), telemetry, departed)
         with self._lock:
             problem = self._problem(work.request_id)
             if problem is None:
@@ -122,8 +133,8 @@ class Forwarder:
         """Return why a span can not be taken; the lock is held."""
         if self._closed:
             return f"next hop {self.address}: given up"
-        waiting = any(other.work.request_id == request_id for other in self._waiting)
-        if waiting or request_id in self._pending:
+        waits = any(span.request_id == request_id for span in self._waiting)
+        if waits or request_id in self._pending:
             return f"request id {request_id} is already in flight"
         return None
 
@@ -137,10 +148,16 @@ class Forwarder:
                 name = f"forward {self.address} dial"
                 threading.Thread(target=self._connect, name=name, daemon=True).start()
             return
-        while self._waiting and len(self._pending) < self.window:
+        while self._waiting and self._has_room(self._waiting[0]):
             span = self._waiting.popleft()
-            self._pending[span.work.request_id] = span
+            self._pending[span.request_id] = span
             self._send(self._downstream, span)
+
+    def _has_room(self, span: _Span) -> bool:
+        """Whether the window is open; single tokens have one of their own, for a whole batch."""
+        is_token = span.is_token
+        n_alike = sum(other.is_token == is_token for other in self._pending.values())
+        return n_alike < (MAX_BATCH if is_token else self.window)
 
     def _connect(self) -> None:
         """Dial on a thread of its own, then send what waited."""
@@ -170,32 +187,40 @@ class Forwarder:
     def _send(self, downstream: _Downstream, span: _Span) -> None:
         def sent(seconds: float) -> None:
             with self._lock:
-                usec = int(seconds * 1e6)
-                span.telemetry = replace(span.telemetry, forward_send_usec=usec)
+                span.send_usec = int(seconds * 1e6)
                 span.sent_at = time.monotonic()
                 span.depart()
 
+        span.sent_at = time.monotonic()  # the answer may come before `sent` is called
         try:
-            downstream.outbox.put(encode(span.work), sent)
+            downstream.outbox.put(span.frame, sent)
         except Ds4Error as e:
             log.debug("forward to %s: %s", self.address, e)
             downstream.connection.close()  # its relay thread answers what is pending
 
-    def relay(self, result: Result) -> None:
-        """Send a next hop's RESULT upstream with our record appended (spec 5.6)."""
+    def relay(self, frame: Frame) -> None:
+        """Send a next hop's RESULT upstream with our record appended (spec 5.6).
+
+        Raises:
+            RemoteProtocolError: It is no RESULT, or answers nothing that was forwarded.
+        """
         now = time.monotonic()
+        if frame.type != FrameType.RESULT or frame.discarded:
+            raise RemoteProtocolError(f"{type_name(frame.type)}: expected RESULT", kind="D-FRAME")
+        header = ResultHeader.decode(frame.body)
         with self._lock:
-            span = self._pending.pop(result.request_id, None)
+            span = self._pending.pop(header.request_id, None)
             self._advance()
             if span is not None:
                 span.depart()
         if span is None:
             raise RemoteProtocolError(
-                f"result for request {result.request_id}, which was not forwarded", kind="D-REQUEST"
+                f"result for request {header.request_id}, which was not forwarded", kind="D-REQUEST"
             )
-        usec = max(0, int((now - span.sent_at) * 1e6)) if span.sent_at else 0
+        usec = max(0, int((now - span.sent_at) * 1e6))
         try:
-            self._reply(result.relayed(replace(span.telemetry, downstream_wait_usec=usec)))
+            record = span.telemetry.timed(wait_usec=usec, send_usec=span.send_usec)
+            self._reply(RelayedResult(header, frame.body, record))
         except TransportError as e:  # not this hop's fault: upstream closes us in a moment
             log.debug("result of %s not relayed: %s", self.address, e)
 
@@ -216,7 +241,7 @@ class Forwarder:
             with self._lock:
                 span.depart()
             try:
-                self._reply(error_result(span.work.request_id, text))
+                self._reply(error_result(span.request_id, text))
             except TransportError as e:
                 log.debug("error of %s not relayed: %s", self.address, e)
 
@@ -245,27 +270,27 @@ class Forwarders:
         self._dial = dial
         self._reply = reply
         self._lock = threading.Lock()
-        self._by_address: dict[Address, Forwarder] = {}  # the latest in use stands last
+        self._by_address: dict[tuple[str, int], Forwarder] = {}  # the latest in use stands last
         self._closed = False
 
-    def to(self, address: Address) -> Forwarder:
+    def to(self, host: str, port: int) -> Forwarder:
         """Return the forwarder to a next hop; the longest unused one makes room for a new one.
 
         Raises:
             PeerClosedError: Upstream is gone.
         """
-        displaced = None
+        key, displaced = (host, port), None
         with self._lock:
             if self._closed:  # nobody would close it
-                raise PeerClosedError("the connection that asked is closed", peer=str(address))
-            forwarder = self._by_address.pop(address, None)
+                raise PeerClosedError("the connection that asked is closed", peer=f"{host}:{port}")
+            forwarder = self._by_address.pop(key, None)
             if forwarder is None:
                 forwarder = Forwarder(
-                    address, window=self._window, dial=self._dial, reply=self._reply
+                    Address(host, port), window=self._window, dial=self._dial, reply=self._reply
                 )
                 if len(self._by_address) >= _MAX_NEXT_HOPS:  # a driver may name any host it likes
                     displaced = self._by_address.pop(next(iter(self._by_address)))
-            self._by_address[address] = forwarder
+            self._by_address[key] = forwarder
         if displaced is not None:
             displaced.close()
         return forwarder
@@ -273,7 +298,7 @@ class Forwarders:
     def forget(self, address: Address) -> None:
         """Close the connection to a next hop that is lost; what waits there gets an error."""
         with self._lock:
-            forwarder = self._by_address.pop(address, None)
+            forwarder = self._by_address.pop((address.host, address.port), None)
         if forwarder is not None:
             log.warning("next hop %s is lost, says the coordinator", address)
             forwarder.close()

@@ -18,6 +18,7 @@ from ds4py.cluster.heartbeat import Heartbeat
 from ds4py.cluster.registry import LinkId
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
 from ds4py.transport.connection import Connection
+from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.extensions import Notice
 from ds4py.wire.frames import ExtType, Frame, FrameType, type_name
@@ -47,6 +48,7 @@ ReplyBox = queue.SimpleQueue[Reply]
 @dataclass(slots=True)
 class _Pending:
     box: ReplyBox
+    n_tokens: int
     sent_at: float
 
 
@@ -104,6 +106,12 @@ class Link:
         """Whether nothing can be posted any more; true before anybody who waits is told."""
         return self._cause is not None
 
+    @property
+    def carries_chunks(self) -> bool:
+        """Whether spans of several tokens are unanswered, behind which a single one would wait."""
+        with self._lock:
+            return any(pending.n_tokens > 1 for pending in self._pending.values())
+
     def post(self, work: Work, box: ReplyBox) -> None:
         """Send one span; its answer arrives in `box`.
 
@@ -114,7 +122,7 @@ class Link:
         with self._lock:
             if self._cause is not None:
                 raise PeerClosedError(self._cause.what, peer=self._cause.peer)
-            self._pending[work.request_id] = _Pending(box, time.monotonic())
+            self._pending[work.request_id] = _Pending(box, work.n_tokens, time.monotonic())
         try:
             self._outbox.put(pieces)
         except TransportError as e:
@@ -134,6 +142,7 @@ class Link:
 
     def run(self) -> None:
         """Read on the calling thread until the connection ends."""
+        run_on(self.connection.cores)
         cause: TransportError = PeerClosedError("closed", peer=str(self.connection.peer))
         try:
             while (frame := self.connection.receive()) is not None:
@@ -190,16 +199,16 @@ class Link:
         # the first cause: closing wakes the reader, which may be here before us
         self._on_closed(self.link_id, self._cause or cause)
 
-    def hurry(self, seconds: float, reason: str) -> None:
-        """End the connection unless all that was posted until now is answered soon."""
+    def hurry(self, seconds: float, late: Callable[[], None]) -> None:
+        """Call a function, on another thread, unless all that waits now is answered soon."""
         with self._lock:
             waiting = set(self._pending)
 
         def look() -> None:
             with self._lock:
-                late = not waiting.isdisjoint(self._pending)
-            if late:
-                self.close(reason)
+                is_late = not waiting.isdisjoint(self._pending)
+            if is_late:
+                late()
 
         if waiting:
             timer = threading.Timer(seconds, look)

@@ -7,20 +7,22 @@ or raises, no request of its own is in flight, or the link that carried it is cl
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from ds4py.cluster.checks import Awaited, ExpectedResult, FailedResult, check_result
-from ds4py.cluster.link import Reply, ReplyBox
+from ds4py.cluster.link import Link, Reply, ReplyBox
 from ds4py.cluster.prefill import Span, Window
+from ds4py.cluster.profile import profile_run
 from ds4py.cluster.route import Route
+from ds4py.cluster.trace import now_usec
 from ds4py.contracts import (
     Cancelled,
     ModelCard,
@@ -43,8 +45,6 @@ from ds4py.hidden import F32, HiddenBatch
 from ds4py.wire.extensions import CANCEL, Cancel
 from ds4py.wire.messages import Result, Work
 
-log = logging.getLogger(__name__)
-
 _CANCEL_POLL_SECONDS: Final = 0.1
 
 
@@ -59,7 +59,7 @@ class Drive:
         bits: Packing of hidden states on the wire.
         result_timeout: Seconds to wait for one answer.
         next_request_id: Source of request ids.
-        decode_profile: Log the timings of one-token spans.
+        decode_profile: Log where the time of one-token spans went.
     """
 
     route: Route
@@ -93,6 +93,7 @@ class SpanRun:
     ):
         self._drive = drive
         self._spans = spans
+        self._size = window
         self._window = Window(len(spans), window)
         self._pipelined = pipelined
         self._completed = completed
@@ -103,8 +104,16 @@ class SpanRun:
         self._answer_due = 0.0
         self._posting = threading.Lock()
         self._last_request = 0
+        self._link: Link | None = None  # that carried the latest span
         self._broken = False
         self._first_failed = len(spans)
+        self._profile = profile_run(
+            drive.route.telemetry.trace,
+            drive.session,
+            drive.route.hops,
+            spans,
+            log_decode=drive.decode_profile,
+        )
 
     @property
     def left_uneven(self) -> bool:
@@ -120,8 +129,19 @@ class SpanRun:
             Ds4Error: The first thing that went wrong, or the loss of the link after it.
         """
         route = self._drive.route
-        with route.watching(route.hops, self._break_off):
-            return self._run(cancelled)
+        with route.watching(route.hops, self._break_off), self._in_company():
+            try:
+                logits = self._run(cancelled)
+            except TransportError as e:
+                raise self._loss(e) from e
+        if self._profile is not None:
+            self._profile.finished()
+        return logits
+
+    def _in_company(self) -> AbstractContextManager[None]:
+        """Share the way to the first hop with other prompts while this one is on it."""
+        lanes = self._drive.route.lanes
+        return lanes.prefilling() if lanes is not None and self._pipelined else nullcontext()
 
     def _run(self, cancelled: Cancelled | None) -> F32:
         error: Ds4Error | None = None
@@ -130,17 +150,43 @@ class SpanRun:
             if error is None and cancelled is not None and cancelled():
                 error = CancelledError("the request was cancelled")
                 self._call_off()
-            if error is None and self._window.next_span is not None:
+            if error is None and self._may_submit():
                 error = self._guard(self._submit)
                 while error is None and not self._box.empty():
                     error = self._guard(self._collect)
             elif self._window.in_flight:
                 error = _graver(error, self._guard(self._collect))
             lost = isinstance(error, TransportError)  # then nothing in flight will be answered
+            if lost:
+                self._break_off()  # over a lane that broke alone, the stages would go on with it
             if error is not None and (lost or not self._window.in_flight):
                 raise error
         assert self._logits is not None
         return self._logits
+
+    def _loss(self, error: TransportError) -> Ds4Error:
+        """Tell the loss of a quick lane from that of a stage.
+
+        While the main lane stands, so does the stage, as far as is known: it may be asked once more
+        like one that refused. Often the main lane turns out to be lost a moment later, and that is
+        a loss of its own.
+        """
+        lanes = self._drive.route.lanes
+        if lanes is None or self._link in (lanes.main, None) or lanes.main.lost:
+            return error
+        return RemoteWorkError(
+            f"second connection: {error.what}", hop=self._drive.route.hops[0].name
+        )
+
+    @property
+    def _is_token(self) -> bool:
+        return len(self._spans) == len(self._spans[0].tokens) == 1
+
+    def _may_submit(self) -> bool:
+        """Whether the next span may leave, as far as the window and other prompts allow."""
+        lanes = self._drive.route.lanes
+        size = self._size if lanes is None else lanes.share(self._size)
+        return self._window.next_span is not None and self._window.in_flight < size
 
     def _call_off(self) -> None:
         """Tell stages that nobody waits for what is in flight."""
@@ -175,15 +221,19 @@ class SpanRun:
         assert index is not None
         span = self._spans[index]
         hidden = self._evaluate_locally(span)
-        route = self._drive.route
-        if route.link is None:
+        lanes = self._drive.route.lanes
+        if lanes is None:
             self._window.submitted()
             self._answered(index)
             return
         work = self._next_work(span, hidden)
         self._index_of[work.request_id] = index
         self._expect_answer()
-        route.link.post(work, self._box)
+        began = now_usec()
+        self._link = lanes.choose(is_token=self._is_token)
+        self._link.post(work, self._box)
+        if self._profile is not None:
+            self._profile.posted(span, work.request_id, began)
         self._window.submitted()
 
     def _evaluate_locally(self, span: Span) -> HiddenBatch | None:
@@ -200,12 +250,16 @@ class SpanRun:
             want=want,
             reply_bits=self._drive.bits,
         )
+        began = now_usec()
         output: SliceOutput = route.local.evaluate(
             work, timeout=self._drive.result_timeout, prepare=lambda r: _align(r, work)
         )
-        route.telemetry.record_local(route.local.runner.span, len(span.tokens), output.eval_usec)
-        if self._drive.decode_profile and len(span.tokens) == 1:
-            log.info("decode at %d: own layers %d us", span.pos0, output.eval_usec)
+        own, n_tokens = route.local.runner.span, len(span.tokens)
+        route.telemetry.record_local(own, n_tokens, output.eval_usec)
+        key = own.start, own.end
+        route.telemetry.costs.add(key, span.pos0, n_tokens, eval_usec=output.eval_usec)
+        if self._profile is not None:
+            self._profile.local(span, began, output.eval_usec)
         if output.logits is not None:
             self._logits = output.logits
         return output.hidden
@@ -275,7 +329,7 @@ class SpanRun:
 
     def _accept(self, span: Span, reply: Reply) -> None:
         """Check one answer and take the logits out of the last one."""
-        drive, route = self._drive, self._drive.route
+        route = self._drive.route
         result = reply.result
         assert isinstance(result, Result)
         verdict = check_result(result, self._expected(span))
@@ -286,12 +340,15 @@ class SpanRun:
             stages=[(hop.span.start, hop.span.end) for hop in route.hops],
             first_wait_usec=reply.wait_usec,
         )
-        if drive.decode_profile and len(span.tokens) == 1:
-            log.info("decode at %d: %d us, %s", span.pos0, reply.wait_usec, _timings(result))
+        if self._profile is not None:
+            self._profile.answered(span, reply.request_id, reply.wait_usec, result)
         if not span.is_last:
             return
         if verdict.hidden is not None:
+            began = now_usec()
             self._logits = self._apply_head(verdict.hidden)
+            if self._profile is not None:
+                self._profile.head(span, began)
         else:
             self._logits = np.frombuffer(verdict.payload, "<f4")
 
@@ -338,15 +395,6 @@ def _graver(first: Ds4Error | None, later: Ds4Error | None) -> Ds4Error | None:
     another reason, it will refuse the next span.
     """
     return later if first is None or isinstance(later, TransportError) else first
-
-
-def _timings(result: Result) -> str:
-    """Return each stage's own account of one span, for the decode profile."""
-    return ", ".join(
-        f"layers {t.layer_start}-{t.layer_end}: eval {t.eval_usec} us, "
-        f"wait {t.downstream_wait_usec} us, send {t.forward_send_usec} us"
-        for t in reversed(result.telemetry)
-    )
 
 
 def _align(runner: SliceRunner, work: SliceWork) -> None:

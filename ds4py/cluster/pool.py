@@ -1,8 +1,8 @@
 """The fixed set of sessions of a process, lent to one request at a time.
 
-Owns: who gets which session, in arrival order. Refuses to know: what requests are. Invariant: a
-session is lent to one request at a time; the number of session ids never grows, because a C worker
-frees none of them.
+Owns: who gets which session, in arrival order, and who is told his place meanwhile. Refuses to
+know: what requests are. Invariant: a session is lent to one request at a time; the number of
+session ids never grows, because a C worker frees none of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -20,6 +20,9 @@ from ds4py.contracts import Cancelled, Health, ModelCard, Session
 from ds4py.errors import CancelledError
 
 _POLL_SECONDS: Final = 0.1
+
+Waiting = Callable[[int], None]
+"""Told the place in the queue, 1 for the next one, at first and whenever it changes."""
 
 
 def choose_session(free: Sequence[ClusterSession], tokens: Sequence[int]) -> ClusterSession:
@@ -59,16 +62,31 @@ class ClusterBackend:
         """Tokens that one session can hold."""
         return self._coordinator.n_ctx
 
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for a session."""
+        return len(self._waiting)
+
     def health(self) -> Health:
         """Report readiness; never blocks."""
         return self._coordinator.health()
 
     @contextmanager
     def lease(
-        self, tokens: Sequence[int], *, cancelled: Cancelled | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        cancelled: Cancelled | None = None,
+        waiting: Waiting | None = None,
     ) -> Iterator[Session]:
-        """Borrow a session; see `contracts.Backend.lease`."""
-        session = self._take(tokens, cancelled)
+        """Borrow a session; see `contracts.Backend.lease`.
+
+        Args:
+            tokens: The prompt.
+            cancelled: Polled while waiting.
+            waiting: Called on this thread while all sessions are busy; must return at once.
+        """
+        session = self._take(tokens, cancelled, waiting)
         try:
             yield session
         finally:
@@ -76,7 +94,10 @@ class ClusterBackend:
                 self._free.append(session)
                 self._changed.notify_all()
 
-    def _take(self, tokens: Sequence[int], cancelled: Cancelled | None) -> ClusterSession:
+    def _take(
+        self, tokens: Sequence[int], cancelled: Cancelled | None, waiting: Waiting | None
+    ) -> ClusterSession:
+        told = 0
         with self._changed:
             ticket = next(self._tickets)
             self._waiting.append(ticket)
@@ -84,6 +105,10 @@ class ClusterBackend:
                 while not (self._free and self._waiting[0] == ticket):
                     if cancelled is not None and cancelled():
                         raise CancelledError("the request was cancelled while it waited")
+                    place = self._waiting.index(ticket) + 1
+                    if waiting is not None and place != told:
+                        waiting(place)
+                    told = place
                     self._changed.wait(_POLL_SECONDS)
                 session = choose_session(self._free, tokens)
                 self._free.remove(session)

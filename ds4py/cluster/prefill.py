@@ -1,7 +1,8 @@
 """Cut a prompt into spans and decide when the next one may leave.
 
-Owns: chunk size, window, flags of each span, the account of what is in flight
-(docs/spec/wire-protocol.md section 7). Refuses to know: sockets, threads, the route's addresses.
+Owns: the chunk size that is given, window, flags of each span, the account of what is in flight
+(docs/spec/wire-protocol.md section 7). Refuses to know: sockets, threads, the route's addresses,
+what chunks cost.
 Invariant: every token is in exactly one span, spans are in order, and no more than `window` spans
 are unanswered.
 """
@@ -63,8 +64,8 @@ def prefill_cap(tuning: PrefillTuning, n_ctx: int) -> int:
     return n_ctx if tuning.prefill_cap is None else min(n_ctx, tuning.prefill_cap)
 
 
-def chunk_size(tuning: PrefillTuning, n_ctx: int) -> int:
-    """Return the tokens per chunk.
+def given_chunk(tuning: PrefillTuning, n_ctx: int) -> int | None:
+    """Return the tokens per chunk that the user asked for; None leaves the choice to us.
 
     Raises:
         ConfigError: The chunk is unparsable or larger than the prefill cap.
@@ -72,12 +73,15 @@ def chunk_size(tuning: PrefillTuning, n_ctx: int) -> int:
     cap = prefill_cap(tuning, n_ctx)
     if isinstance(tuning.chunk, ConfigError):
         raise tuning.chunk
-    chunk = tuning.chunk or cap
-    if chunk > n_ctx:
+    if tuning.chunk is None:
+        return None
+    if tuning.chunk > n_ctx:
         return cap
-    if chunk > cap:
-        raise ConfigError(f"prefill chunk {chunk}: more than the {cap} tokens that a stage accepts")
-    return chunk
+    if tuning.chunk > cap:
+        raise ConfigError(
+            f"prefill chunk {tuning.chunk}: more than the {cap} tokens that a stage accepts"
+        )
+    return tuning.chunk
 
 
 def window_size(tuning: PrefillTuning, n_hops: int, n_spans: int) -> int:

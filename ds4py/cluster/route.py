@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ds4py.cluster.device import DeviceThread
+from ds4py.cluster.lanes import Lanes
 from ds4py.cluster.link import Link
 from ds4py.cluster.prefill import RouteShape
 from ds4py.cluster.registry import WorkerRecord
@@ -35,7 +36,7 @@ class Route:
     Args:
         generation: Of the registry when the plan was made.
         hops: Remote stages in layer order; may be empty.
-        link: Connection to hop 0; None without hops.
+        lanes: Connections to hop 0; None without hops.
         blob: Encoded route, forwarded unchanged by every hop.
         local: Device of the coordinator's own layers; None if it owns none.
         apply_head: Turns the last row of a hidden batch into logits, for a headless last hop; None
@@ -49,7 +50,7 @@ class Route:
 
     generation: int
     hops: tuple[WorkerRecord, ...]
-    link: Link | None
+    lanes: Lanes | None
     blob: bytes
     local: DeviceThread | None
     apply_head: Callable[[HiddenBatch], F32] | None
@@ -57,6 +58,11 @@ class Route:
     tell: Callable[[Iterable[WorkerRecord], str, Notice], None]
     watching: Callable[[Collection[WorkerRecord], Lost], AbstractContextManager[None]]
     can_rewind: bool
+
+    @property
+    def link(self) -> Link | None:
+        """The connection that hop 0 is registered with."""
+        return None if self.lanes is None else self.lanes.main
 
     @property
     def local_span(self) -> LayerSpan | None:

@@ -15,8 +15,9 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from ds4py.cluster.chunking import GRANULE, StageKey, Stretch, choose
 from ds4py.cluster.pipeline import Drive, SpanRun
-from ds4py.cluster.prefill import Span, chunk_size, cut_spans, window_size
+from ds4py.cluster.prefill import Span, cut_spans, given_chunk, prefill_cap, window_size
 from ds4py.cluster.recovery import Failure, Recovery, classify
 from ds4py.cluster.route import Route, RouteSource
 from ds4py.cluster.snapshots import FIRST_REQUEST, Snapshots, Transcript
@@ -51,6 +52,12 @@ def reusable_prefix(cached: Sequence[int], wanted: Sequence[int], *, can_rewind:
     return usable
 
 
+def stage_keys(route: Route) -> list[StageKey]:
+    """Return the layer ranges that a span passes, in order."""
+    own = [] if route.local_span is None else [route.local_span]
+    return [(span.start, span.end) for span in (*own, *(hop.span for hop in route.hops))]
+
+
 class ClusterSession:
     """A `contracts.Session` over whatever route its coordinator finds.
 
@@ -67,6 +74,7 @@ class ClusterSession:
         self._tokens: list[int] = []
         self._hash = INIT
         self._stages_hold_more = False
+        self._chunk = 0
         self._logits: F32 | None = None
         self._snapshots = Snapshots(
             session=session_id,
@@ -231,7 +239,9 @@ class ClusterSession:
     def _cut(self, route: Route, wanted: list[int], start: int) -> list[Span]:
         """Return the spans after `start`."""
         tuning = self._config.prefill
-        chunk = chunk_size(tuning, self.n_ctx)
+        chunk = given_chunk(tuning, self.n_ctx)
+        if chunk is None:
+            chunk = self._choose_chunk(route, start, len(wanted) - start)
         return cut_spans(
             wanted,
             start,
@@ -240,6 +250,24 @@ class ClusterSession:
             shape=route.shape,
             ack_early=tuning.pipeline and tuning.ack_only and bool(route.hops),
         )
+
+    def _choose_chunk(self, route: Route, start: int, n_tokens: int) -> int:
+        """Return the tokens per chunk for `n_tokens` from `start` on, and log a new choice."""
+        tuning = self._config.prefill
+        cap = prefill_cap(tuning, self.n_ctx)
+        if n_tokens <= GRANULE:
+            return cap
+        overlaps = tuning.pipeline and bool(route.hops)
+        window = window_size(tuning, len(route.hops), n_tokens) if overlaps else 1
+        stretch = Stretch(start=start, n_tokens=n_tokens, cap=cap, window=window)
+        keys = stage_keys(route)
+        models = route.telemetry.costs.models(keys)
+        choice = choose(models, stretch)
+        if choice.chunk != self._chunk:
+            self._chunk = choice.chunk
+            stages = dict(zip(keys, models or (), strict=False))
+            log.debug("chunks of a prompt: %s", choice.explain(stretch, stages))
+        return choice.chunk
 
     def _pipelined(self, route: Route, spans: list[Span]) -> bool:
         """Whether spans overlap: more than one, and somewhere to send them (spec 7.2)."""

@@ -147,7 +147,7 @@ class ShardService:
             _raise_first(_timeline_faults(request, self._stage.timelines.get(session)))
             return runner.save_cache(session)
 
-        return self._stage.device.call(copy, timeout=_DEVICE_SECONDS)
+        return self._stage.device.call(copy, timeout=_DEVICE_SECONDS, session=session)
 
     def _send_shard(self, request: SaveRequest, payload: list[memoryview]) -> None:
         """Send BEGIN, CHUNKs and DONE as one item of the outbox: no RESULT can come between."""
@@ -209,7 +209,7 @@ class ShardService:
             timelines.adopt(session, begin.tokens, begin.token_hash, self._owner)
 
         try:
-            self._stage.device.call(replace, timeout=_DEVICE_SECONDS)
+            self._stage.device.call(replace, timeout=_DEVICE_SECONDS, session=session)
         finally:
             given_up.set()
 

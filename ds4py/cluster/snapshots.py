@@ -138,6 +138,7 @@ class Snapshots:
             route.local.call(
                 lambda runner: runner.load_cache(self.session, n_tokens, payload),
                 timeout=self.device_seconds,
+                session=self.session,
             )
         for hop in route.hops:
             self._push(route, hop, transcript, split(whole, hop.span))
@@ -148,7 +149,9 @@ class Snapshots:
     def _copy(self, local: DeviceThread, transcript: Transcript) -> Shard:
         """Ask our own slice for its shard."""
         pieces = local.call(
-            lambda runner: runner.save_cache(self.session), timeout=self.device_seconds
+            lambda runner: runner.save_cache(self.session),
+            timeout=self.device_seconds,
+            session=self.session,
         )
         payload = memoryview(b"".join(pieces))
         return self._read(payload, local.runner.span, transcript, "own layers")

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ds4py.cluster.chunking import StageCosts
+from ds4py.cluster.trace import Recorder
 from ds4py.contracts import StageStatus
 from ds4py.spans import LayerSpan
 from ds4py.wire.messages import Telemetry
@@ -25,9 +27,15 @@ class _Sums:
 
 
 class RouteTelemetry:
-    """Sums per layer range; safe to use from several threads."""
+    """Sums per layer range; safe to use from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        trace: Where whoever measures leaves single intervals; None keeps none.
+    """
+
+    def __init__(self, trace: Recorder | None = None) -> None:
+        self.trace = trace
+        self.costs = StageCosts()
         self._lock = threading.Lock()
         self._sums: dict[tuple[int, int], _Sums] = {}
 
@@ -61,6 +69,9 @@ class RouteTelemetry:
                 key = (item.layer_start, item.layer_end)
                 if key in stages:
                     self._add(key, item.n_tokens, item.eval_usec, hop)
+                    self.costs.add(
+                        key, item.pos0, item.n_tokens, eval_usec=item.eval_usec, hop_usec=hop
+                    )
                 below = own + hop
 
     def _add(self, key: tuple[int, int], n_tokens: int, eval_usec: int, hop_usec: int) -> None:

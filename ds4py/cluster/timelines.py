@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from ds4py.contracts import SessionId
 from ds4py.errors import CancelledError, CapacityError, Ds4Error, ModelError, PrefixMismatchError
@@ -21,17 +21,24 @@ _REFUSALS: Final = (CancelledError, CapacityError, ModelError, PrefixMismatchErr
 
 @dataclass(slots=True)
 class Timeline:
-    """Tokens of one session; `valid` is False after an evaluation failed half-way."""
+    """Tokens of one session.
 
-    owner: Hashable
+    Args:
+        owners: Connections that stand and have carried it: a coordinator may use several at once.
+        tokens: Ids, oldest first.
+        hash: Prefix hash of them.
+        valid: False after an evaluation failed half-way.
+        last_used: Grows with every admitted span of the stage.
+    """
+
+    owners: set[Hashable]
     tokens: list[int] = field(default_factory=list)
     hash: int = INIT
     valid: bool = True
     last_used: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(NamedTuple):
     """What a span claims about its session."""
 
     session: SessionId
@@ -42,8 +49,7 @@ class Claim:
     reset: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class Admission(NamedTuple):
     """What to do with the caches before evaluating an admitted span.
 
     Args:
@@ -89,7 +95,7 @@ class Timelines:
             CapacityError: The session is new and every slot belongs to a connection that stands.
         """
         evict = self._make_room(claim.session)
-        line = self._sessions.get(claim.session) or Timeline(owner)
+        line = self._sessions.get(claim.session) or Timeline(set())
         if claim.reset:
             line.tokens.clear()
             line.hash, line.valid = INIT, True
@@ -99,7 +105,8 @@ class Timelines:
         if evict is not None:
             del self._sessions[evict]
         self._clock += 1
-        line.owner, line.last_used = owner, self._clock
+        line.owners.add(owner)
+        line.last_used = self._clock
         return Admission(reset=claim.reset or claim.pos0 == 0, rewind_to=rewind_to, evict=evict)
 
     def _match(self, line: Timeline, claim: Claim) -> int | None:
@@ -148,7 +155,7 @@ class Timelines:
     ) -> None:
         """Record that the cache of a vacated session was loaded."""
         self._clock += 1
-        self._sessions[session] = Timeline(owner, list(tokens), token_hash, last_used=self._clock)
+        self._sessions[session] = Timeline({owner}, list(tokens), token_hash, last_used=self._clock)
 
     def evaluation_failed(self, claim: Claim, error: Ds4Error) -> None:
         """Record that a span was not evaluated.
@@ -165,18 +172,18 @@ class Timelines:
         self._sessions.pop(session, None)
 
     def orphan(self, owner: Hashable) -> None:
-        """Mark the sessions of a closed connection as the first to go when room is needed.
+        """Take a closed connection from the owners of its sessions.
 
-        They stay usable: the hash makes continuing them over another connection safe.
+        Those that have no other are the first to go when room is needed. They stay usable: the hash
+        makes continuing them over another connection safe.
         """
         for line in list(self._sessions.values()):  # called while the device thread goes on
-            if line.owner == owner:
-                line.owner = None
+            line.owners.discard(owner)
 
     def _make_room(self, session: SessionId) -> SessionId | None:
         if session in self._sessions or len(self._sessions) < self._n_slots:
             return None
-        orphans = [(t.last_used, s) for s, t in self._sessions.items() if t.owner is None]
+        orphans = [(t.last_used, s) for s, t in self._sessions.items() if not t.owners]
         if not orphans:
             raise CapacityError(
                 "session slots of this stage (raise --sessions, or close other sessions)",

@@ -3,7 +3,8 @@
 Owns: the reader of a control or data connection, the bound on what waits for the device, the
 connections to next hops. Refuses to know: who dialled, how layers are computed. Invariant: each
 WORK gets exactly one RESULT on this connection, and reading stops while `prefetch_depth` spans
-wait, so that back-pressure reaches the sender (docs/spec/wire-protocol.md 8.2).
+wait, so that back-pressure reaches the sender (docs/spec/wire-protocol.md 8.2). Single tokens hold
+little memory and are to meet in one batch: of these, a whole batch may wait.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from ds4py.cluster.answers import final_result, telemetry_of, wanted
 from ds4py.cluster.called_off import CalledOff
 from ds4py.cluster.checks import AcceptedWork, WorkerFacts, check_work
 from ds4py.cluster.device import DeviceJob, DeviceThread
-from ds4py.cluster.forwarder import Dial, Forwarder, Forwarders
+from ds4py.cluster.forwarder import Answer, Dial, Forwarder, Forwarders
 from ds4py.cluster.heartbeat import Heartbeat, agreed_timeout
+from ds4py.cluster.places import Places
+from ds4py.cluster.profile import profile_stage
 from ds4py.cluster.shard_service import MAX_TRANSFERS, ShardService
 from ds4py.cluster.timelines import Claim, Timelines
+from ds4py.cluster.trace import Recorder
+from ds4py.cluster.turns import MAX_BATCH
 from ds4py.config import Address, SocketConfig, WorkerTuning
 from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork
 from ds4py.errors import (
@@ -33,6 +38,7 @@ from ds4py.errors import (
     TransportError,
 )
 from ds4py.transport.connection import Connection
+from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.conversation import Conversation
 from ds4py.wire.extensions import (
@@ -49,11 +55,11 @@ from ds4py.wire.frames import ExtType, Frame, FrameType, type_name
 from ds4py.wire.messages import (
     ErrorText,
     Result,
-    WorkFlags,
     encode,
     error_result,
     forwarded,
 )
+from ds4py.wire.work_messages import RESET_SESSION, RelayedResult
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +85,7 @@ class Stage:
         called_off: Spans that need not be evaluated.
         acquaintances: Of the whole worker.
         transfers: Shards that may be in memory.
+        trace: Where single spans leave their times; None keeps none.
     """
 
     facts: WorkerFacts
@@ -94,15 +101,16 @@ class Stage:
     transfers: threading.Semaphore = field(
         default_factory=lambda: threading.Semaphore(MAX_TRANSFERS)
     )
+    trace: Recorder | None = None
 
     def drop(self, session: SessionId) -> None:
-        """Free a session's caches once what waits for the device is done."""
+        """Free a session's caches once what waits of it for the device is done."""
 
         def free(runner: SliceRunner) -> None:
             self.timelines.forget(session)
             runner.drop(session)
 
-        self.device.post(free)
+        self.device.post(free, session=session)
 
 
 class Upstream:
@@ -130,12 +138,16 @@ class Upstream:
         self._name = name
         self._conversation = conversation
         tuning = stage.tuning
-        self._room = threading.Semaphore(tuning.prefetch_depth + 1 if tuning.prefetch else 1)
+        self._room = Places(tuning.prefetch_depth + 1 if tuning.prefetch else 1)
+        self._token_room = Places(MAX_BATCH) if tuning.prefetch else self._room
         self._outbox = Outbox(
             connection,
             depth=_RESULT_DEPTH,
             name=f"{name} send",
             timeout=stage.sockets.send_timeout,
+        )
+        self._profile = profile_stage(
+            stage.trace, stage.facts.span, name, log_decode=tuning.decode_profile
         )
         self._patience = float("inf")
         self._forwarders = Forwarders(
@@ -145,8 +157,10 @@ class Upstream:
             connection, self._outbox, conversation, stage=stage, owner=self, name=name
         )
         self._dropped = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._unfinished = 0
+        self._draining = False
         self._heartbeat: Heartbeat | None = None
         if peer is not None:
             self._meet(peer)
@@ -154,6 +168,7 @@ class Upstream:
     def run(self) -> str | None:
         """Serve until the connection ends; return the peer's parting ERROR text, if any."""
         parting: str | None = None
+        run_on(self._connection.cores)
         try:
             while (frame := self._connection.receive()) is not None:
                 if frame.type == FrameType.ERROR and not frame.discarded:
@@ -191,6 +206,7 @@ class Upstream:
     def _finish_queued(self) -> None:
         """After an orderly end of stream, queued spans are still evaluated and answered."""
         with self._changed:
+            self._draining = True
             deadline = time.monotonic() + _DRAIN_SECONDS
             while self._unfinished and not self._connection.closed and time.monotonic() < deadline:
                 self._changed.wait(_POLL_SECONDS)
@@ -260,11 +276,14 @@ class Upstream:
             log.warning("%s: refused a span: %s", self._name, verdict.text)
             self._outbox.put(encode(error_result(verdict.request_id, verdict.text)))
             return
+        if self._profile is not None:
+            self._profile.arrived(verdict.work)
         forwarder = self._forwarder(verdict)
-        while not self._room.acquire(timeout=_POLL_SECONDS):
+        room = self._room_for(verdict)
+        while not room.take(timeout=_POLL_SECONDS):
             if self._connection.closed:  # then nobody gives room back any more
                 return
-        with self._changed:
+        with self._lock:
             self._unfinished += 1
         work = verdict.work
         claim = Claim(
@@ -273,7 +292,7 @@ class Upstream:
             pos0=work.pos0,
             prefix_hash=work.prefix_hash,
             result_hash=work.result_hash,
-            reset=bool(work.flags & WorkFlags.RESET_SESSION),
+            reset=bool(int(work.flags) & RESET_SESSION),
         )
         self._stage.device.submit(
             DeviceJob(
@@ -291,7 +310,7 @@ class Upstream:
         span is not to dial it anew.
         """
         entry = accepted.next_entry
-        return None if entry is None else self._forwarders.to(Address(entry.host, entry.port))
+        return None if entry is None else self._forwarders.to(entry.host, entry.port)
 
     def _dial(self, address: Address, stopped: Callable[[], bool]) -> Connection:
         """Connect to a next hop.
@@ -314,6 +333,8 @@ class Upstream:
             runner.drop(admission.evict)
         if admission.rewind_to is not None:
             runner.rewind(claim.session, admission.rewind_to)
+        if self._profile is not None:
+            self._profile.started(accepted.work.request_id)
         return SliceWork(
             session=claim.session,
             tokens=claim.tokens,
@@ -333,6 +354,9 @@ class Upstream:
     ) -> None:
         """Record what the device did and send it on its way, on the device thread."""
         try:
+            if self._profile is not None:
+                request, goes_on = accepted.work.request_id, forwarder is not None
+                self._profile.evaluated(request, output, forwarded=goes_on)
             if isinstance(output, SliceOutput):
                 self._stage.timelines.commit(claim)
                 self._deliver(accepted, forwarder, output)
@@ -341,32 +365,38 @@ class Upstream:
                 level = logging.DEBUG if isinstance(output, CancelledError) else logging.WARNING
                 log.log(level, "%s: span at %d failed: %s", self._name, claim.pos0, output)
                 refusal = error_result(accepted.work.request_id, str(output))
-                self._outbox.put(encode(refusal), self._answered)
+                self._outbox.put(encode(refusal), lambda _: self._answered(accepted))
         except TransportError as e:
             log.debug("%s: result not delivered: %s", self._name, e)
-            self._answered()
+            self._answered(accepted)
         except Exception:  # a span without its RESULT would be waited for in vain
             log.exception("%s: result not delivered", self._name)
-            self._answered()
+            self._answered(accepted)
             self._connection.close()
         if self._dropped:  # it was admitted for us after our sessions were given up
             self._stage.timelines.orphan(self)
 
-    def _answered(self, _: float = 0.0) -> None:
+    def _room_for(self, accepted: AcceptedWork) -> Places:
+        return self._token_room if len(accepted.work.tokens) == 1 else self._room
+
+    def _answered(self, accepted: AcceptedWork) -> None:
         """Take note that a RESULT of our own was sent."""
-        self._room.release()
+        self._room_for(accepted).give_back()
         self._concluded()
 
     def _concluded(self) -> None:
         """Take note that a span needs nothing more of this connection."""
-        with self._changed:
+        with self._lock:
             self._unfinished -= 1
-            self._changed.notify_all()
+            if self._draining:
+                self._changed.notify_all()
 
-    def _relay(self, result: Result) -> None:
+    def _relay(self, result: Answer) -> None:
         """Send the RESULT of a span that was forwarded."""
+        if self._profile is not None:
+            self._profile.relayed(result if isinstance(result, Result) else _own_part(result))
         try:
-            self._outbox.put(encode(result))
+            self._outbox.put(result.encode())
         finally:
             self._concluded()
 
@@ -374,12 +404,16 @@ class Upstream:
         self, accepted: AcceptedWork, forwarder: Forwarder | None, output: SliceOutput
     ) -> None:
         work, telemetry = accepted.work, telemetry_of(accepted, output)
-        if self._stage.tuning.decode_profile and work.n_tokens == 1:
-            log.info("%s: decode at %d: eval %d us", self._name, work.pos0, output.eval_usec)
         if forwarder is None:
-            self._outbox.put(encode(final_result(accepted, output, telemetry)), self._answered)
+            result = final_result(accepted, output, telemetry)
+            self._outbox.put(encode(result), lambda _: self._answered(accepted))
             return
         assert output.hidden is not None
         assert accepted.next_entry is not None
         onward = forwarded(work, accepted.next_entry, output.hidden.data, work.bits)
-        forwarder.forward(onward, telemetry, self._room.release)
+        forwarder.forward(onward, telemetry, self._room_for(accepted).give_back)
+
+
+def _own_part(relayed: RelayedResult) -> Result:
+    """Return what the profile looks at."""
+    return Result(request_id=relayed.header.request_id, telemetry=(relayed.record,))

@@ -21,6 +21,7 @@ from ds4py.cluster.device import DeviceThread
 from ds4py.cluster.enlistment import Enlistment, Papers
 from ds4py.cluster.introduction import plain_hello, worker_hello
 from ds4py.cluster.timelines import Timelines
+from ds4py.cluster.trace import Recorder
 from ds4py.cluster.upstream import Stage, Upstream
 from ds4py.config import Address, SocketConfig, WorkerConfig
 from ds4py.contracts import SliceRunner
@@ -70,6 +71,7 @@ class Worker:
         config: Addresses and queues.
         sockets: Socket options.
         listener: The data port, if it is open already; owned from now on.
+        trace: Where single spans leave their times; None keeps none.
 
     Raises:
         ConfigError: The data port can not be used.
@@ -81,6 +83,7 @@ class Worker:
         config: WorkerConfig,
         sockets: SocketConfig,
         listener: Listener | None = None,
+        trace: Recorder | None = None,
     ):
         self._config = config
         self._sockets = sockets
@@ -88,7 +91,7 @@ class Worker:
         self._listener = listener or data_listener(config, sockets)
         self._stage = Stage(
             facts=worker_facts(runner),
-            device=DeviceThread(runner),
+            device=DeviceThread(runner, batching=config.tuning.batching),
             timelines=Timelines(runner.n_slots, can_rewind=runner.can_rewind),
             tuning=config.tuning,
             sockets=sockets,
@@ -97,6 +100,7 @@ class Worker:
             hop_lost=self._forget_hop,
             called_off=CalledOff(),
             acquaintances=Acquaintances(runner.card),
+            trace=trace,
         )
         limits = worker_limits(runner.n_ctx, runner.card.hidden_width)
         self._limits = plain_limits(limits) if config.plain else limits

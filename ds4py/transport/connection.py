@@ -27,6 +27,15 @@ def _allocate(n_bytes: int) -> memoryview:
     return np.empty(n_bytes, np.uint8).data
 
 
+def _after(pieces: Sequence[Buffer], n_bytes: int) -> Sequence[Buffer]:
+    """Return what follows the first `n_bytes` of some pieces."""
+    for index, piece in enumerate(pieces):
+        if n_bytes < len(piece):
+            return [memoryview(piece)[n_bytes:], *pieces[index + 1 :]]
+        n_bytes -= len(piece)
+    return ()
+
+
 class Connection:
     """A connected socket that speaks frames.
 
@@ -48,7 +57,7 @@ class Connection:
         self._send_lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._closed = False
-        self._users = 0  # calls that are using the descriptor; the last one out closes it
+        self._sending = False  # like `receiving`: a thread uses the descriptor
         try:
             self.peer: Address = peer_address(sock)
         except TransportError:
@@ -64,6 +73,11 @@ class Connection:
         assert not self._reader.mid_frame
         self._reader = FrameReader(limits, _allocate)
 
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """What threads that do nothing but serve this connection may use; none means all."""
+        return self._config.cores
+
     def receive(self, *, timeout: float | None = None) -> Frame | None:
         """Wait for the next frame; None at the end of the stream.
 
@@ -76,27 +90,30 @@ class Connection:
             TransportTimeoutError: The frame did not come in time.
             PeerClosedError: The connection was reset, or ended inside a frame.
         """
-        if not self._enter():
-            return None
         self.receiving = True
         try:
-            if timeout is None:
-                return self._receive(None)
-            try:
-                return self._receive(time.monotonic() + timeout)
-            finally:
-                set_timeout(self._sock, socket.SO_RCVTIMEO, self._config.recv_timeout)
+            if self._closed:
+                return None
+            return self._receive(None) if timeout is None else self._receive_within(timeout)
         finally:
             self.receiving = False
-            self._leave()
+            if self._closed:
+                self._release()
+
+    def _receive_within(self, timeout: float) -> Frame | None:
+        try:
+            return self._receive(time.monotonic() + timeout)
+        finally:
+            set_timeout(self._sock, socket.SO_RCVTIMEO, self._config.recv_timeout)
 
     def _receive(self, deadline: float | None) -> Frame | None:
+        reader, recv_into = self._reader, self._sock.recv_into
         while True:
             if deadline is not None:
                 left = max(deadline - time.monotonic(), 0.001)  # 0 would mean no timeout at all
                 set_timeout(self._sock, socket.SO_RCVTIMEO, left)
             try:
-                count = self._sock.recv_into(self._reader.writable())
+                count = recv_into(reader.writable())
             except BlockingIOError as e:
                 raise TransportTimeoutError("sent nothing for too long", peer=str(self.peer)) from e
             except OSError as e:
@@ -104,11 +121,11 @@ class Connection:
                     return None
                 raise PeerClosedError(f"connection lost: {e.strerror}", peer=str(self.peer)) from e
             if count == 0:
-                if self._reader.mid_frame and not self._closed:
+                if reader.mid_frame and not self._closed:
                     raise PeerClosedError("closed in the middle of a frame", peer=str(self.peer))
                 return None
             self.n_received += 1
-            frame = self._reader.filled(count)
+            frame = reader.filled(count)
             if frame is not None:
                 return frame
             if deadline is not None and time.monotonic() >= deadline:
@@ -116,6 +133,10 @@ class Connection:
 
     def send(self, pieces: Sequence[Buffer]) -> None:
         """Send one frame's buffers in order with as few system calls as possible.
+
+        Args:
+            pieces: Buffers of single bytes, such as `encode_frame` gives; unchanged until it
+                returns.
 
         Raises:
             PeerClosedError: The peer is gone. TransportTimeoutError: it took nothing for too long.
@@ -130,33 +151,27 @@ class Connection:
         """
         return self._send(pieces, socket.MSG_DONTWAIT)
 
-    def _send(self, pieces: Sequence[Buffer], flags: int) -> list[memoryview]:
+    def _send(self, pieces: Sequence[Buffer], flags: int) -> Sequence[Buffer]:
         with self._send_lock:
-            if not self._enter():
-                raise PeerClosedError("connection is closed", peer=str(self.peer))
+            self._sending = True
             try:
-                return self._send_all([memoryview(p).cast("B") for p in pieces if len(p)], flags)
-            except TransportError:
-                self.close()
-                raise
-            finally:
-                self._leave()
-
-    def _send_all(self, views: list[memoryview], flags: int) -> list[memoryview]:
-        while views:
-            try:
-                sent = self._sock.sendmsg(views[:_IOV_MAX], [], flags)
+                if self._closed:
+                    raise PeerClosedError("connection is closed", peer=str(self.peer))
+                while pieces:
+                    pieces = _after(pieces, self._sock.sendmsg(pieces[:_IOV_MAX], [], flags))
             except BlockingIOError as e:
-                if flags & socket.MSG_DONTWAIT:
-                    return views
-                raise TransportTimeoutError("took no data for too long", peer=str(self.peer)) from e
+                if not flags & socket.MSG_DONTWAIT:
+                    self.close()
+                    what = "took no data for too long"
+                    raise TransportTimeoutError(what, peer=str(self.peer)) from e
             except OSError as e:
+                self.close()
                 raise PeerClosedError(f"connection lost: {e.strerror}", peer=str(self.peer)) from e
-            while views and sent >= views[0].nbytes:
-                sent -= views.pop(0).nbytes
-            if sent:
-                views[0] = views[0][sent:]
-        return views
+            finally:
+                self._sending = False
+                if self._closed:
+                    self._release()
+        return pieces
 
     @property
     def closed(self) -> bool:
@@ -170,21 +185,16 @@ class Connection:
                 return
             self._closed = True
             shut_down(self._sock)
-            if not self._users:
-                self._sock.close()
+        self._release()
 
-    def _enter(self) -> bool:
-        """Keep the descriptor open; False if it is closed.
+    def _release(self) -> None:
+        """Give the descriptor back, unless a thread still uses it, which will do so itself.
 
         Closed under a thread that is about to read, its number could already belong to another
-        connection, and that thread would steal its bytes.
+        connection, and that thread would steal its bytes. Threads raise their flag before they look
+        whether the connection is closed, and this looks at the flags after it was closed: so at
+        least one of both notices the other, without a lock around every frame.
         """
         with self._close_lock:
-            self._users += not self._closed
-            return not self._closed
-
-    def _leave(self) -> None:
-        with self._close_lock:
-            self._users -= 1
-            if self._closed and not self._users:
+            if not (self.receiving or self._sending):
                 self._sock.close()

@@ -17,11 +17,12 @@ from typing import Final
 
 from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
 from ds4py.transport.connection import Buffer, Connection
+from ds4py.transport.cores import run_on
 
 log = logging.getLogger(__name__)
 
 _SPARE: Final = 64  # frames of `offer` that may wait beyond the depth
-_INLINE_BYTES: Final = 256 << 10  # about what a socket buffer takes: the send hardly blocks
+_INLINE_BYTES: Final = 768 << 10  # single tokens, and logits: copied faster than a thread wakes
 
 Sent = Callable[[float], None]
 """Called with the seconds that the send took, on the thread that sent."""
@@ -45,7 +46,8 @@ class Outbox:
         self._torn = False  # a part of the first frame that waits is out already
         self._busy = False
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -61,12 +63,12 @@ class Outbox:
             PeerClosedError: The connection is closed.
             TransportTimeoutError: No room for longer than the timeout.
         """
-        small = sum(len(p) for p in pieces) <= _INLINE_BYTES
-        deadline = time.monotonic() + self._timeout
-        with self._changed:
-            if small and self.idle and not self._closed:
+        small = sum(map(len, pieces)) <= _INLINE_BYTES
+        with self._lock:
+            if small and not (self._waiting or self._busy or self._closed):
                 self._send_or_queue(pieces, sent)
                 return
+            deadline = time.monotonic() + self._timeout
             while len(self._waiting) >= self._depth and not self._closed:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise TransportTimeoutError(
@@ -86,7 +88,7 @@ class Outbox:
         Raises:
             TransportError: The connection did not survive the attempt.
         """
-        with self._changed:
+        with self._lock:
             if self._closed or len(self._waiting) >= self._depth + _SPARE:
                 return False
             if self.idle:
@@ -114,31 +116,37 @@ class Outbox:
             sent(time.monotonic() - start)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                pieces, sent = self._waiting.popleft()
-                self._torn, self._busy = False, True
-            try:
-                self._send(pieces, sent)
-            except TransportError as e:
-                log.debug("%s: %s", threading.current_thread().name, e)
-                self.close(flush=False)
-            except Exception:  # without its sender, a connection would only seem to work
-                log.exception("%s failed", threading.current_thread().name)
-                self.close(flush=False)
-                self._connection.close()
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+        run_on(self._connection.cores)
+        while self._send_next():
+            pass
+
+    def _send_next(self) -> bool:
+        """Wait for a frame and send it, keeping nothing of it afterwards; False at the end."""
+        with self._lock:
+            while not self._waiting:
+                if self._closed:
+                    return False
+                self._changed.wait()
+            pieces, sent = self._waiting.popleft()
+            self._torn, self._busy = False, True
+        try:
+            self._send(pieces, sent)
+        except TransportError as e:
+            log.debug("%s: %s", threading.current_thread().name, e)
+            self.close(flush=False)
+        except Exception:  # without its sender, a connection would only seem to work
+            log.exception("%s failed", threading.current_thread().name)
+            self.close(flush=False)
+            self._connection.close()
+        finally:
+            with self._lock:
+                self._busy = False
+                self._changed.notify_all()
+        return True
 
     def close(self, *, flush: bool = True) -> None:
         """Refuse new frames; with `flush`, frames that wait are still sent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             if not flush:
                 self._waiting.clear()

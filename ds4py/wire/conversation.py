@@ -14,18 +14,18 @@ may stand between any two frames; they change nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Final
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.frames import EXT_HELLO, ExtType, FrameType, type_name
 
 
-class Side(Enum):
-    """Which party sends a frame."""
+class Side(IntEnum):
+    """Which party sends a frame; numbers, because each frame is looked up by one."""
 
-    DRIVER = "driver"
-    SERVER = "server"
+    DRIVER = 0
+    SERVER = 1
 
 
 class State(Enum):
@@ -116,10 +116,11 @@ class Conversation:
         role: Which end we are.
     """
 
-    __slots__ = ("_awaited", "_extended", "_peer", "_us", "state")
+    __slots__ = ("_awaited", "_extended", "_moves", "_peer", "_us", "state")
 
     def __init__(self, role: Role):
         self._us, self.state = role.value
+        self._moves = TABLE[self.state]
         self._peer = Side.SERVER if self._us is Side.DRIVER else Side.DRIVER
         self._awaited = 0  # WORK without a RESULT yet
         self._extended = False  # the extension hellos were exchanged
@@ -162,7 +163,7 @@ class Conversation:
             return None
         refused_begin = refused and frame_type == FrameType.SNAPSHOT_BEGIN
         event = _REFUSED_BEGIN if refused_begin else frame_type
-        following = TABLE[self.state].get((sender, event))
+        following = self._moves.get((sender, event))
         if following is None:
             kind = "H-TYPE" if self.state is State.REGISTRATION else "F-TYPE"
             return kind, f"{type_name(frame_type)} while the connection is {self.state.value}"
@@ -174,5 +175,6 @@ class Conversation:
             self._awaited += 1
         elif frame_type == EXT_HELLO:
             self._extended = following is State.SERVING
-        self.state = following
+        if following is not self.state:
+            self.state, self._moves = following, TABLE[following]
         return None

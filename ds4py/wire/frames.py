@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
 
@@ -34,6 +33,7 @@ MAX_HOPS: Final = 64
 _TEXT_BYTES: Final = 64 << 10
 _MAX_OWN_TEXT: Final = 4096
 _SCRATCH_BYTES: Final = 4096
+_EMPTY: Final = memoryview(b"")
 _HEADER: Final = struct.Struct(">4sII")
 _HTTP_STARTS: Final = (
     *(b"GET ", b"POST", b"PUT ", b"HEAD", b"OPTI", b"DELE", b"PATC", b"CONN", b"TRAC"),
@@ -74,8 +74,7 @@ class ExtType(IntEnum):
 EXT_HELLO: Final = ExtType.HELLO
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One received frame.
 
     Args:
@@ -104,9 +103,9 @@ class FrameReader:
     __slots__ = (
         "_allocate",
         "_body",
-        "_filled",
         "_header",
         "_left",
+        "_lent",
         "_limits",
         "_scratch",
         "_type",
@@ -117,28 +116,19 @@ class FrameReader:
         self._allocate = allocate
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._scratch: memoryview | None = None  # made for the first unwanted body
-        self._start_header()
-
-    def _start_header(self) -> None:
-        self._body: memoryview | None = None  # None while in the header or in an unwanted body
         self._type = 0
-        self._filled = 0  # bytes of the header or of the accepted body that are there
+        self._body: memoryview | None = None  # None while in the header or in an unwanted body
         self._left = 0  # bytes of an unwanted body that are still to come
+        self._lent = self._header  # where the next bytes belong, up to the end of this part
 
     @property
     def mid_frame(self) -> bool:
         """Whether the stream would end inside a frame if it ended now."""
-        return self._filled > 0 or self._left > 0 or self._body is not None
+        return self._lent is not self._header
 
     def writable(self) -> memoryview:
         """Return where the next received bytes belong; never empty."""
-        if self._body is not None:
-            return self._body[self._filled :]
-        if self._left:
-            if self._scratch is None:
-                self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-            return self._scratch[: self._left]
-        return self._header[self._filled :]
+        return self._lent
 
     def filled(self, n: int) -> Frame | None:
         """Take note that the first `n` bytes of `writable()` were filled.
@@ -150,48 +140,56 @@ class FrameReader:
             RemoteProtocolError: Kind "F-MAGIC" or "F-SIZE"; the connection can not go on.
             LocalProtocolError: More bytes are reported than were lent.
         """
-        if not 0 <= n <= len(self.writable()):
-            raise LocalProtocolError(f"{n} bytes reported, {len(self.writable())} were lent")
-        if self._body is not None:
-            return self._body_filled(n)
+        lent = self._lent
+        if not 0 <= n <= len(lent):
+            raise LocalProtocolError(f"{n} bytes reported, {len(lent)} were lent")
         if self._left:
-            self._left -= n
-            return None if self._left else self._finish(memoryview(b""), discarded=True)
-        return self._header_filled(n)
-
-    def _header_filled(self, n: int) -> Frame | None:
-        self._filled += n
-        start = bytes(self._header[:4])
-        if self._filled >= 4 and start != MAGIC:
-            raise RemoteProtocolError(_foreign_start(start), kind="F-MAGIC")
-        if self._filled < HEADER_BYTES:
+            return self._thrown_away(n)
+        if n < len(lent):
+            if n:
+                self._lent = lent[n:]
+                self._check_magic()
             return None
-        _, self._type, size = _HEADER.unpack(self._header)
+        return self._header_filled() if self._body is None else self._finish(self._body)
+
+    def _thrown_away(self, n: int) -> Frame | None:
+        assert self._scratch is not None
+        self._left -= n
+        self._lent = self._scratch[: self._left]
+        return None if self._left else self._finish(_EMPTY, discarded=True)
+
+    def _check_magic(self) -> None:
+        """Look at the start of a header of which at least four bytes are there."""
+        if self._body is None and len(self._lent) <= HEADER_BYTES - len(MAGIC):
+            start = bytes(self._header[:4])
+            if start != MAGIC:
+                raise RemoteProtocolError(_foreign_start(start), kind="F-MAGIC")
+
+    def _header_filled(self) -> Frame | None:
+        magic, self._type, size = _HEADER.unpack(self._header)
+        if magic != MAGIC:
+            raise RemoteProtocolError(_foreign_start(magic), kind="F-MAGIC")
         limit = self._limits.get(self._type)
         if size == 0:
-            return self._finish(memoryview(b""), discarded=limit is None)
-        self._filled = 0
+            return self._finish(_EMPTY, discarded=limit is None)
         if limit is None:
             self._left = size
+            if self._scratch is None:
+                self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+            self._lent = self._scratch[:size]
             return None
         if size > limit:
             raise RemoteProtocolError(
                 f"{type_name(self._type)} body of {size} bytes, at most {limit} are accepted here",
                 kind="F-SIZE",
             )
-        self._body = memoryview(self._allocate(size))[:size]
+        self._lent = self._body = memoryview(self._allocate(size))[:size]
         assert len(self._body) == size
         return None
 
-    def _body_filled(self, n: int) -> Frame | None:
-        assert self._body is not None
-        self._filled += n
-        return self._finish(self._body) if self._filled == len(self._body) else None
-
     def _finish(self, body: memoryview, *, discarded: bool = False) -> Frame:
-        frame = Frame(self._type, body, discarded)
-        self._start_header()
-        return frame
+        self._body, self._lent = None, self._header
+        return Frame(self._type, body, discarded)
 
 
 def encode_header(frame_type: int, n: int) -> bytes:
@@ -216,9 +214,14 @@ def encode_frame(frame_type: int, head: bytes, *rest: Buffer) -> list[Buffer]:
         head: First part of the body; copied behind the header, so it should be small.
         rest: Further parts, C-contiguous; not copied, empty ones left out.
     """
-    pieces = [memoryview(piece).cast("B") for piece in rest if len(piece)]
-    size = len(head) + sum(len(piece) for piece in pieces)
-    return [encode_header(frame_type, size) + head, *pieces]
+    pieces: list[Buffer] = [b""]
+    size = len(head)
+    for piece in rest:
+        if len(piece):
+            pieces.append(memoryview(piece).cast("B"))
+            size += len(pieces[-1])
+    pieces[0] = encode_header(frame_type, size) + head
+    return pieces
 
 
 def pack(record: struct.Struct, what: str, *values: int) -> bytes:

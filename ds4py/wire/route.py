@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NoReturn
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
@@ -20,6 +21,7 @@ _RETURN: Final = struct.Struct(">3I")
 _LOGITS_FLAG: Final = 1
 _UPSTREAM: Final = 1
 _MAX_HOST: Final = 1024
+_KEPT_ROUTES: Final = 16
 # A host is raw bytes on the wire and almost always a numeric address. Latin-1 maps every byte to
 # one character and back, so no peer can make the codec fail or change the blob.
 _HOST_ENCODING: Final = "latin-1"
@@ -86,8 +88,13 @@ def decode_route(blob: memoryview, route_count: int, n_layers: int) -> tuple[Rou
     Raises:
         RemoteProtocolError: Kind "W-ROUTE", with the first failing check of spec 5.3.
     """
+    return _decode_route(bytes(blob), route_count, n_layers)
+
+
+@lru_cache(maxsize=_KEPT_ROUTES)  # each token of a session brings the same bytes again
+def _decode_route(blob: bytes, route_count: int, n_layers: int) -> tuple[RouteEntry, ...]:
     entries: list[RouteEntry] = []
-    rest = blob
+    rest = memoryview(blob)
     for _ in range(route_count):
         entry, rest = _decode_entry(rest, n_layers)
         if entries and entry.layer_start != entries[-1].layer_end + 1:

@@ -8,9 +8,9 @@ whether the values make sense for a model (`ds4py.cluster.checks`). Invariant: a
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Final
+from typing import Final, NamedTuple
 
 from ds4py.errors import RemoteProtocolError
 from ds4py.wire.frames import MAX_HOPS, Buffer, FrameType, encode_frame, pack, printable, wire_text
@@ -32,9 +32,17 @@ class WorkFlags(IntFlag):
     ACK_ONLY = 0x8
 
 
+INPUT_HC: Final = int(WorkFlags.INPUT_HC)
+OUTPUT_LOGITS: Final = int(WorkFlags.OUTPUT_LOGITS)
+RESET_SESSION: Final = int(WorkFlags.RESET_SESSION)
+ACK_ONLY: Final = int(WorkFlags.ACK_ONLY)
+"""The same as plain numbers, for what runs once per token: `&` of an enum costs as much as ten."""
+
 KNOWN_FLAGS: Final = 0xF
 """Unknown bits survive decoding so that a check can refuse them, but as a plain number: the enum
 would remember every combination that a peer ever sent."""
+
+_KNOWN: Final = tuple(WorkFlags(bits) for bits in range(KNOWN_FLAGS + 1))
 
 
 class ResultKind(IntEnum):
@@ -45,9 +53,8 @@ class ResultKind(IntEnum):
     LOGITS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkHeader:
-    """The fixed 80 bytes of WORK, unchecked; fields as in spec 2.3."""
+class WorkHeader(NamedTuple):
+    """The fixed 80 bytes of WORK, unchecked; fields and their order as in spec 2.3."""
 
     model_id: int
     session_id: int
@@ -71,7 +78,7 @@ class WorkHeader:
         """Read the fixed record; kind "W-TRUNC"."""
         if len(body) < _WORK.size:
             raise RemoteProtocolError("truncated distributed WORK frame", kind="W-TRUNC")
-        return cls(**dict(zip(cls.__slots__, _WORK.unpack_from(body), strict=True)))
+        return cls._make(_WORK.unpack_from(body))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +136,7 @@ class Work:
             pos0=header.pos0,
             layer_start=header.layer_start,
             layer_end=header.layer_end,
-            flags=WorkFlags(header.flags) if header.flags <= KNOWN_FLAGS else header.flags,
+            flags=_KNOWN[header.flags] if header.flags <= KNOWN_FLAGS else header.flags,
             input_hc_bits=header.input_hc_bits,
             route_count=header.route_count,
             route_index=header.route_index,
@@ -165,8 +172,26 @@ class Work:
 
     def encode(self) -> list[Buffer]:
         """Return the frame's pieces: header and tokens, hidden state, route."""
-        fields = (getattr(self, name) for name in WorkHeader.__slots__)
-        fixed = pack(_WORK, "WORK", *fields)
+        fixed = pack(
+            _WORK,
+            "WORK",
+            self.model_id,
+            self.session_id,
+            self.request_id,
+            self.prefix_hash,
+            self.result_hash,
+            self.pos0,
+            len(self.tokens),
+            self.layer_start,
+            self.layer_end,
+            self.flags,
+            4 * len(self.tokens),
+            self.input.nbytes,
+            self.input_hc_bits,
+            self.route_count,
+            self.route_index,
+            self.route_blob.nbytes,
+        )
         return encode_frame(
             FrameType.WORK, fixed + encode_tokens(self.tokens), self.input, self.route_blob
         )
@@ -181,17 +206,23 @@ def forwarded(work: Work, next_entry: RouteEntry, hidden: memoryview, bits: int)
         hidden: This hop's output, packed at `bits` per value.
         bits: 32, 16 or 8.
     """
-    flags = work.flags | WorkFlags.INPUT_HC | WorkFlags.OUTPUT_LOGITS
-    if not next_entry.has_output:
-        flags ^= WorkFlags.OUTPUT_LOGITS
-    return replace(
-        work,
+    flags = int(work.flags) & ~OUTPUT_LOGITS | INPUT_HC
+    return Work(
+        model_id=work.model_id,
+        session_id=work.session_id,
+        request_id=work.request_id,
+        prefix_hash=work.prefix_hash,
+        result_hash=work.result_hash,
+        pos0=work.pos0,
         layer_start=next_entry.layer_start,
         layer_end=next_entry.layer_end,
-        route_index=work.route_index + 1,
-        flags=flags,
+        flags=flags | OUTPUT_LOGITS if next_entry.has_output else flags,
         input_hc_bits=bits,
+        route_count=work.route_count,
+        route_index=work.route_index + 1,
+        tokens=work.tokens,
         input=hidden,
+        route_blob=work.route_blob,
     )
 
 
@@ -213,11 +244,96 @@ class Telemetry:
     @classmethod
     def decode(cls, record: memoryview) -> Telemetry:
         """Read 40 bytes."""
-        return cls(**dict(zip(cls.__slots__, _TELEMETRY.unpack(record), strict=True)))
+        return cls.of_fields(_TELEMETRY.unpack(record))
+
+    @classmethod
+    def of_fields(cls, fields: tuple[int, ...]) -> Telemetry:
+        """Take the ten numbers in their order on the wire."""
+        start, end, index, pos0, n_tokens, evaluated, wait, send, n_input, n_output = fields
+        return cls(
+            layer_start=start,
+            layer_end=end,
+            route_index=index,
+            pos0=pos0,
+            n_tokens=n_tokens,
+            eval_usec=evaluated,
+            downstream_wait_usec=wait,
+            forward_send_usec=send,
+            input_bytes=n_input,
+            output_bytes=n_output,
+        )
 
     def encode(self) -> bytes:
         """Return 40 bytes."""
-        return pack(_TELEMETRY, "telemetry", *(getattr(self, name) for name in self.__slots__))
+        return pack(
+            _TELEMETRY,
+            "telemetry",
+            self.layer_start,
+            self.layer_end,
+            self.route_index,
+            self.pos0,
+            self.n_tokens,
+            self.eval_usec,
+            self.downstream_wait_usec,
+            self.forward_send_usec,
+            self.input_bytes,
+            self.output_bytes,
+        )
+
+    def timed(self, *, wait_usec: int, send_usec: int) -> Telemetry:
+        """Return the record with the two times that a hop knows only when the answer comes."""
+        return Telemetry(
+            layer_start=self.layer_start,
+            layer_end=self.layer_end,
+            route_index=self.route_index,
+            pos0=self.pos0,
+            n_tokens=self.n_tokens,
+            eval_usec=self.eval_usec,
+            downstream_wait_usec=wait_usec,
+            forward_send_usec=send_usec,
+            input_bytes=self.input_bytes,
+            output_bytes=self.output_bytes,
+        )
+
+
+class ResultHeader(NamedTuple):
+    """The fixed 40 bytes of RESULT; fields and their order as in spec 2.4."""
+
+    request_id: int
+    result_hash: int
+    status: int
+    result_kind: int
+    telemetry_count: int
+    telemetry_bytes: int
+    payload_bytes: int
+    payload_bits: int
+
+    @classmethod
+    def decode(cls, body: memoryview) -> ResultHeader:
+        """Read the fixed record and hold its sizes against the body; kinds "R-FRAME", "R-META"."""
+        if len(body) < _RESULT.size:
+            raise RemoteProtocolError(
+                f"RESULT body of {len(body)} bytes, expected at least 40", kind="R-FRAME"
+            )
+        header = cls._make(_RESULT.unpack_from(body))
+        count, n_bytes, n_payload = header.telemetry_count, header.telemetry_bytes, len(body) - 40
+        if n_bytes != 40 * count or n_bytes + header.payload_bytes != n_payload:
+            raise RemoteProtocolError(
+                f"RESULT sizes do not fit: {count} records, {n_bytes} telemetry bytes and "
+                f"{header.payload_bytes} payload bytes in a body of {len(body)}",
+                kind="R-META",
+            )
+        if count > MAX_HOPS:  # each record becomes an object: bytes alone are no bound
+            raise RemoteProtocolError(
+                f"RESULT with {count} telemetry records, at most {MAX_HOPS} are accepted",
+                kind="R-META",
+            )
+        return header
+
+    @property
+    def payload_at(self) -> int:
+        """Where the payload begins in the body."""
+        return _RESULT.size + self.telemetry_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,33 +361,16 @@ class Result:
     @classmethod
     def decode(cls, body: memoryview) -> Result:
         """Read a body; kinds "R-FRAME", "R-META"."""
-        if len(body) < _RESULT.size:
-            raise RemoteProtocolError(
-                f"RESULT body of {len(body)} bytes, expected at least 40", kind="R-FRAME"
-            )
-        request_id, result_hash, status, kind, *sizes, bits = _RESULT.unpack_from(body)
-        count, telemetry_bytes, payload_bytes = sizes
-        if telemetry_bytes != 40 * count or telemetry_bytes + payload_bytes != len(body) - 40:
-            raise RemoteProtocolError(
-                f"RESULT sizes do not fit: {count} records, {telemetry_bytes} telemetry bytes and "
-                f"{payload_bytes} payload bytes in a body of {len(body)}",
-                kind="R-META",
-            )
-        if count > MAX_HOPS:  # each record becomes an object: bytes alone are no bound
-            raise RemoteProtocolError(
-                f"RESULT with {count} telemetry records, at most {MAX_HOPS} are accepted",
-                kind="R-META",
-            )
-        payload_at = 40 + telemetry_bytes
-        starts = range(40, payload_at, 40)
+        header = ResultHeader.decode(body)
+        records = _TELEMETRY.iter_unpack(body[_RESULT.size : header.payload_at])
         return cls(
-            request_id=request_id,
-            result_hash=result_hash,
-            status=status,
-            result_kind=kind,
-            telemetry=tuple(Telemetry.decode(body[at : at + 40]) for at in starts),
-            payload=body[payload_at:],
-            payload_bits=bits,
+            request_id=header.request_id,
+            result_hash=header.result_hash,
+            status=header.status,
+            result_kind=header.result_kind,
+            telemetry=tuple(map(Telemetry.of_fields, records)),
+            payload=body[header.payload_at :],
+            payload_bits=header.payload_bits,
         )
 
     @property
@@ -281,15 +380,67 @@ class Result:
 
     def relayed(self, telemetry: Telemetry) -> Result:
         """Return the RESULT that goes upstream: one more record, all else untouched (spec 5.6)."""
-        return replace(self, telemetry=(*self.telemetry, telemetry))
+        return Result(
+            request_id=self.request_id,
+            result_hash=self.result_hash,
+            status=self.status,
+            result_kind=self.result_kind,
+            telemetry=(*self.telemetry, telemetry),
+            payload=self.payload,
+            payload_bits=self.payload_bits,
+        )
 
     def encode(self) -> list[Buffer]:
         """Return the frame's pieces: header and telemetry, payload."""
-        records = b"".join(record.encode() for record in self.telemetry)
-        sizes = (len(self.telemetry), len(records), self.payload.nbytes, self.payload_bits)
-        kind = (self.status, self.result_kind)
-        fixed = pack(_RESULT, "RESULT", self.request_id, self.result_hash, *kind, *sizes)
+        records = b"".join([record.encode() for record in self.telemetry])
+        fixed = pack(
+            _RESULT,
+            "RESULT",
+            self.request_id,
+            self.result_hash,
+            self.status,
+            self.result_kind,
+            len(self.telemetry),
+            len(records),
+            self.payload.nbytes,
+            self.payload_bits,
+        )
         return encode_frame(FrameType.RESULT, fixed + records, self.payload)
+
+
+class RelayedResult(NamedTuple):
+    """A RESULT on its way upstream, of which a hop reads the header only (spec 5.6).
+
+    Encodes to what `Result.decode(body).relayed(record)` does.
+
+    Args:
+        header: Of the next hop's RESULT.
+        body: All of it; a view, not owned.
+        record: The hop's own.
+    """
+
+    header: ResultHeader
+    body: memoryview
+    record: Telemetry
+
+    def encode(self) -> list[Buffer]:
+        """Return the frame's pieces: header and telemetry, payload."""
+        header = self.header
+        fixed = pack(
+            _RESULT,
+            "RESULT",
+            header.request_id,
+            header.result_hash,
+            header.status,
+            header.result_kind,
+            header.telemetry_count + 1,
+            header.telemetry_bytes + _TELEMETRY.size,
+            header.payload_bytes,
+            header.payload_bits,
+        )
+        records = self.body[_RESULT.size : header.payload_at]
+        payload = self.body[header.payload_at :]
+        return encode_frame(FrameType.RESULT, fixed + records + self.record.encode(), payload)
 
 
 def error_result(request_id: int, text: str) -> Result:

@@ -218,6 +218,7 @@ def test_a_worker_that_dies_while_a_large_frame_is_under_way_is_replaced_exactly
         held = launch.worker(*tail, "--dist-listen", "127.0.0.1:0", env=small)
         with coordinator(
             wide,
+            chunk=len(ids),  # one frame for all of it
             layers=LayerSpec.parse("0-1"),
             route=route(held),
             sockets=SocketConfig(buffer_mb=1),

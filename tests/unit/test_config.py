@@ -1,5 +1,6 @@
 """Settings: the environment table of spec 12.3, addresses and routes, values that do not exist."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ds4py.config import (
     SocketConfig,
     WorkerConfig,
     WorkerTuning,
+    parse_cores,
     parse_route,
     read_environment,
 )
@@ -37,6 +39,7 @@ FATAL = [
 PRESENCE = [
     ("DS4_DIST_CONNECT_TRACE", "socket.connect_trace", True),
     ("DS4_DIST_DISABLE_WORKER_PREFETCH", "worker.prefetch", False),
+    ("DS4_DIST_DISABLE_BATCHING", "worker.batching", False),
     ("DS4_DIST_DISABLE_PREFILL_PIPELINE", "prefill.pipeline", False),
     ("DS4_DIST_DISABLE_PREFILL_ACK_ONLY", "prefill.ack_only", False),
     ("DS4_DIST_DECODE_PROFILE", "decode_profile", True),
@@ -186,3 +189,37 @@ def test_usable_configs_exist():
     assert WorkerConfig(layers=LayerSpec.parse("1:3"), listen=Address("", 0)).coordinator is None
     assert WorkerConfig(layers=LayerSpec.parse("1:3"), coordinator=Address("h", 1)).listen is None
     assert ServerConfig().address is None
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("2", (2,)),
+        ("2,3", (2, 3)),
+        ("4-7", (4, 5, 6, 7)),
+        (" 0-1 , 6 ", (0, 1, 6)),
+        ("3,3,2-3", (2, 3)),
+    ],
+)
+def test_cores_are_numbers_and_ranges(text, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ["", ",", "a", "1-", "-1", "3-2", "1.5", "1;2", "0x1", "99999"])
+def test_what_names_no_cores_is_refused_with_an_example(text, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    with pytest.raises(ConfigError, match=r"expected cores such as 2,3 or 4-7"):
+        parse_cores(text)
+
+
+def test_cores_that_this_process_may_not_use_are_refused_with_those_that_it_may(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    with pytest.raises(ConfigError, match=r"--dist-pin-cores 2-3: .* the cores 0, 3 only"):
+        parse_cores("2-3")
+
+
+def test_a_system_that_pins_no_threads_says_so(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    with pytest.raises(ConfigError, match="only Linux"):
+        parse_cores("1")

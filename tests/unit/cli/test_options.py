@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -328,3 +330,14 @@ def test_a_process_with_all_layers_heeds_the_environment_too() -> None:
     environment = read_environment({"DS4_DIST_DECODE_PROFILE": "", "DS4_DIST_PREFILL_CHUNK": "7"})
     config = local_config(environment, 3)
     assert (config.decode_profile, config.prefill.chunk, config.n_sessions) == (True, 7, 3)
+
+
+def test_cores_of_network_threads_become_an_option_of_sockets(monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setenv("DS4_DIST_SOCKET_BUFFER_MB", "3")
+    read = read_environment()
+    flags, _ = parse("--role", "worker", "--dist-pin-cores", "2-3")
+    assert flags.environment().socket == replace(read.socket, cores=(2, 3))
+    assert parse("--role", "worker")[0].environment() == read
+    with pytest.raises(ConfigError, match="needs a role"):
+        _ = parse("--dist-pin-cores", "1")[0].role

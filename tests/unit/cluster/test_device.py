@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from ds4py.cluster import device as device_module
+from ds4py.cluster import gather as gather_module
 from ds4py.cluster.device import DeviceJob, DeviceThread
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Want
 from ds4py.errors import CapacityError, ClusterError, Ds4Error, ModelError
 from tests.clusters import span, wait_until
 from tests.fake_runner import FakeRunner
@@ -57,10 +58,11 @@ class Gate:
 
 
 @contextmanager
-def gated() -> Iterator[tuple[DeviceThread, Gate]]:
+def gated(*, batching: bool = True) -> Iterator[tuple[DeviceThread, Gate]]:
     """A device that is busy with session 99 until the gate opens."""
     gate = Gate()
-    device = DeviceThread(FakeRunner(span("0-5"), n_slots=100, before=gate))
+    runner = FakeRunner(span("0-5"), n_slots=100, before=gate)
+    device = DeviceThread(runner, batching=batching)
     device.submit(Job(99, n=2).job)
     assert gate.entered.wait(20)
     try:
@@ -70,26 +72,71 @@ def gated() -> Iterator[tuple[DeviceThread, Gate]]:
         device.close()
 
 
-def test_waiting_decodes_of_different_sessions_are_one_batch_in_order() -> None:
+def test_all_single_tokens_that_wait_are_one_batch_and_a_chunk_runs_alone() -> None:
     with gated() as (device, gate):
         jobs = [Job(1), Job(2), Job(3), Job(2, pos0=1), Job(4), Job(5, n=3), Job(6)]
         for job in jobs:
             device.submit(job.job)
         gate.open.set()
         assert all(isinstance(job.outcome, SliceOutput) for job in jobs)
-        # 1 2 3, then 2 again with 4; a prefill runs alone
-        assert device.runner.batches == [1, 3, 2, 1, 1]
+        # 1 2 3 4 6, the chunk of 5, and 2 again
+        assert device.runner.batches == [1, 5, 1, 1]
 
 
-def test_a_batch_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(device_module, "_MAX_BATCH", 4)
-    with gated() as (device, gate):
-        jobs = [Job(n) for n in range(10)]
+def test_without_batching_each_token_runs_alone_and_still_before_the_next_chunk() -> None:
+    with gated(batching=False) as (device, gate):
+        jobs = [Job(1), Job(5, n=3), Job(2), Job(6, n=2), Job(3)]
         for job in jobs:
             device.submit(job.job)
         gate.open.set()
         assert all(isinstance(job.outcome, SliceOutput) for job in jobs)
-        assert device.runner.batches == [1, 4, 4, 2]
+        assert device.runner.batches == [1] * 6
+        assert device.runner.evaluated == [(0, 2), (0, 1), (0, 1), (0, 1), (0, 3), (0, 2)]
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_a_token_waits_a_moment_for_those_that_came_with_it_before(batching, monkeypatch) -> None:
+    monkeypatch.setattr(gather_module, "MAX_SECONDS", 20.0)
+    monkeypatch.setattr(gather_module, "_PART_OF_BATCH", 1e9)
+    with gated(batching=batching) as (device, gate):
+        together = [Job(1), Job(2)]
+        for job in together:
+            device.submit(job.job)
+        gate.open.set()
+        assert all(isinstance(job.outcome, SliceOutput) for job in together)
+        first = Job(1, pos0=1)
+        device.submit(first.job)
+        if batching:
+            wait_until(lambda: len(device._turns) == 1, "it is taken in")
+            assert not first.outcomes
+        else:
+            assert isinstance(first.outcome, SliceOutput)
+        second = Job(2, pos0=1)
+        device.submit(second.job)
+        assert isinstance(second.outcome, SliceOutput)
+        assert device.runner.batches == ([1, 2, 2] if batching else [1] * 5)
+        device.submit(Job(1, pos0=2).job)  # a chunk is not kept waiting, nor is who waits with it
+        chunk = Job(3, n=2)
+        device.submit(chunk.job)
+        assert isinstance(chunk.outcome, SliceOutput)
+
+
+def test_a_call_about_a_session_runs_behind_its_spans_and_before_those_that_follow() -> None:
+    seen: list[tuple[str, int | None]] = []
+
+    def look(word: str) -> Callable[[SliceRunner], None]:
+        return lambda runner: seen.append((word, runner.length(SessionId(1))))
+
+    with gated() as (device, gate):
+        first, second = Job(1, n=3), Job(1, pos0=3, n=2)
+        device.submit(Job(7, n=2).job)
+        device.submit(first.job)
+        device.post(look("behind the first"), session=SessionId(1))
+        device.submit(second.job)
+        device.post(look("of no session"))
+        gate.open.set()
+        assert isinstance(second.outcome, SliceOutput)
+    assert seen == [("of no session", None), ("behind the first", 3)]
 
 
 def test_one_refused_span_does_not_disturb_the_others_of_its_batch() -> None:
@@ -209,8 +256,11 @@ def test_a_posted_function_runs_in_its_turn_and_disturbs_nobody() -> None:
     with gated() as (device, gate):
         job = Job(1)
         device.submit(job.job)
-        device.post(broken)
-        device.post(lambda runner: calls.append(f"{len(runner.batches)} batches before"))
+        device.post(broken, session=SessionId(1))
+        device.post(
+            lambda runner: calls.append(f"{len(runner.batches)} batches before"),
+            session=SessionId(1),
+        )
         assert not calls
         gate.open.set()
         assert isinstance(job.outcome, SliceOutput)

@@ -150,7 +150,7 @@ def test_no_more_requests_are_outstanding_than_the_window_allows(window) -> None
     n = window + 3
     with scene(tuning=WorkerTuning(forward_window=window, prefetch_depth=8)) as (d, hop):
         for k in range(n):
-            d.ask([0] * k, [0])
+            d.ask([0] * 2 * k, [0, 0])
         connection = hop.accept()
         works = [take_work(connection) for _ in range(window)]
         runner = d.worker._stage.device.runner  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def test_a_next_hop_that_stalls_stops_neither_the_device_nor_other_drivers() -> 
         tuning = WorkerTuning(forward_window=1, prefetch_depth=1)
         with middle(stalled.address, tuning) as d:
             for k in range(8):
-                d.ask([0] * k, [0])
+                d.ask([0] * 2 * k, [0, 0])
             stalled.accept()
             runner = d.worker._stage.device.runner  # type: ignore[attr-defined]
             wait_until(lambda: len(runner.evaluated) == 3, "window and queue are full")

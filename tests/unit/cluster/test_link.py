@@ -150,7 +150,7 @@ def test_a_peer_that_takes_too_little_for_too_long_is_given_up() -> None:
     with scene(timeout=0.05) as s:
         for _ in range(2):  # one is being sent, one waits: the queue is full
             s.link._outbox.put([bytes(1 << 26)])
-            wait_until(lambda: s.link.connection._users >= 2, "the first is being sent")
+            wait_until(lambda: s.link.connection._sending, "the first is being sent")
         s.link._outbox.put([bytes(1 << 26)])
         with pytest.raises(TransportError, match="took no data"):
             s.post(1)
@@ -193,10 +193,10 @@ def test_posts_that_race_with_the_end_are_all_answered_once() -> None:
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_link_that_is_hurried_ends_unless_all_is_answered_soon(answered) -> None:
     with scene() as s:
-        s.link.hurry(0, "nobody waits")  # nothing to hurry for
+        s.link.hurry(0, lambda: s.link.close("nobody waits"))  # nothing to hurry for
         s.post(1)
         work = take_work(s.peer)
-        s.link.hurry(0.1, "no answer after a loss")
+        s.link.hurry(0.1, lambda: s.link.close("no answer after a loss"))
         if answered:
             s.peer.send(encode(logits_for(work)))
             assert isinstance(s.reply().result, Result)
@@ -235,7 +235,7 @@ def test_a_silent_peer_is_told_from_a_closed_one() -> None:
 def test_a_notice_goes_before_the_spans_that_wait_and_never_raises() -> None:
     with scene() as s:
         s.link._outbox.put([bytes(1 << 26)])
-        wait_until(lambda: s.link.connection._users >= 2, "the socket is full")
+        wait_until(lambda: s.link.connection._sending, "the socket is full")
         s.post(1)
         s.link.tell(Drop(7))
         waiting = [bytes(pieces[0][4:8]) for pieces, _ in s.link._outbox._waiting]

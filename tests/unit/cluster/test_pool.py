@@ -103,3 +103,30 @@ def test_a_cancelled_request_leaves_the_queue_and_the_next_one_is_served() -> No
             assert not served.is_set()
         second.result()
         assert served.is_set()
+
+
+def test_who_waits_is_told_his_place_whenever_it_changes() -> None:
+    with backend(1) as pool:
+        places: dict[int, list[int]] = {n: [] for n in range(4)}
+        leaving = threading.Event()
+
+        def ask(n: int) -> None:
+            cancelled = leaving.is_set if n == 1 else None
+            with pool.lease([n], cancelled=cancelled, waiting=places[n].append):
+                pass
+
+        asking = []
+        with pool.lease([0], waiting=lambda place: pytest.fail("it did not wait")):
+            for n in range(4):
+                asking.append(Background(lambda n=n: ask(n)))
+                wait_until(lambda n=n: places[n] == [n + 1], "it was told")  # type: ignore[misc]
+            assert pool.n_waiting == 4
+            leaving.set()
+            with pytest.raises(CancelledError):
+                asking[1].result()
+            wait_until(lambda: [places[2], places[3]] == [[3, 2], [4, 3]], "they moved up")
+        for n in (0, 2, 3):
+            asking[n].result()
+        assert places[0] == [1]
+        assert places[2] in ([3, 2], [3, 2, 1])  # unless its turn had come meanwhile
+        assert pool.n_waiting == 0

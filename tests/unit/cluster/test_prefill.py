@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ds4py.cluster.prefill import (
     RouteShape,
     Window,
-    chunk_size,
     cut_spans,
+    given_chunk,
     prefill_cap,
     window_size,
 )
@@ -82,24 +82,37 @@ def test_spans_cover_every_token_once_in_order_with_hashes_that_join(tokens, chu
 @pytest.mark.parametrize(
     ("tuning", "n_ctx", "chunk"),
     [
-        (PrefillTuning(), 512, 512),
-        (PrefillTuning(), 8192, 4096),
+        (PrefillTuning(), 512, None),
+        (PrefillTuning(prefill_cap=64), 8192, None),
         (PrefillTuning(chunk=100), 8192, 100),
         (PrefillTuning(chunk=4096), 8192, 4096),
         (PrefillTuning(chunk=9000), 512, 512),  # larger than the context is no use and no harm
+        (PrefillTuning(chunk=8192, prefill_cap=None), 8192, 8192),
+        (PrefillTuning(chunk=64, prefill_cap=64), 8192, 64),
+    ],
+)
+def test_the_chunk_is_what_is_asked_for_within_the_cap(tuning, n_ctx, chunk) -> None:
+    assert given_chunk(tuning, n_ctx) == chunk
+    assert chunk is None or chunk <= prefill_cap(tuning, n_ctx)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "n_ctx", "cap"),
+    [
+        (PrefillTuning(), 512, 512),
+        (PrefillTuning(), 8192, 4096),
         (PrefillTuning(prefill_cap=None), 8192, 8192),
         (PrefillTuning(prefill_cap=64), 8192, 64),
         (PrefillTuning(prefill_cap=10_000), 512, 512),
     ],
 )
-def test_the_chunk_is_what_is_asked_for_within_the_cap(tuning, n_ctx, chunk) -> None:
-    assert chunk_size(tuning, n_ctx) == chunk
-    assert chunk <= prefill_cap(tuning, n_ctx)
+def test_the_cap_is_4096_within_the_context_unless_another_is_given(tuning, n_ctx, cap) -> None:
+    assert prefill_cap(tuning, n_ctx) == cap
 
 
 def test_a_chunk_beyond_the_cap_is_refused() -> None:
     with pytest.raises(ConfigError, match="5000: more than the 4096"):
-        chunk_size(PrefillTuning(chunk=5000), 8192)
+        given_chunk(PrefillTuning(chunk=5000), 8192)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +141,8 @@ def test_an_unusable_window_of_the_environment_fails_the_prefill_and_nothing_bef
 def test_an_unusable_chunk_of_the_environment_fails_the_prefill_and_nothing_before(value) -> None:
     tuning = read_environment({"DS4_DIST_PREFILL_CHUNK": value}).prefill
     with pytest.raises(ConfigError, match="DS4_DIST_PREFILL_CHUNK"):
-        chunk_size(tuning, 512)
-    assert chunk_size(replace(tuning, chunk=7), 512) == 7
+        given_chunk(tuning, 512)
+    assert given_chunk(replace(tuning, chunk=7), 512) == 7
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.data())

@@ -256,7 +256,7 @@ def test_a_worker_says_that_it_is_alive_while_its_device_is_busy() -> None:
     worker.running.clear()
     driver = Driver(connection, [entry(span("0-5"))])
     for n in range(5):  # more than it takes
-        driver.ask([1] * n, [1])
+        driver.ask([1] * 2 * n, [1, 1])
     for _ in range(6):
         frame = Background(connection.receive).result()
         assert frame is not None

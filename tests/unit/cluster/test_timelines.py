@@ -215,6 +215,18 @@ def test_a_connection_orphans_its_own_sessions_only() -> None:
         stage.admit(claim([], [7], session=B), THEM)
 
 
+def test_a_session_that_was_carried_by_two_connections_is_an_orphan_without_both() -> None:
+    """A coordinator sends its prompts over one connection and its tokens over another."""
+    stage = lines(n_slots=1)
+    evaluate(stage, claim([], [5]), US)
+    evaluate(stage, claim([5], [6]), THEM)
+    for gone in (THEM, US):
+        with pytest.raises(CapacityError):
+            stage.admit(claim([], [7], session=B), "a third one")
+        stage.orphan(gone)
+    assert evaluate(stage, claim([], [7], session=B)).evict == A
+
+
 def test_no_session_is_given_up_for_a_span_that_is_refused() -> None:
     stage = lines(n_slots=1)
     evaluate(stage, claim([], [5]), THEM)

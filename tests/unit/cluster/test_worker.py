@@ -252,7 +252,7 @@ def test_reading_stops_while_enough_spans_wait(tuning, read) -> None:
     gate = Gate()
     with driven(tuning=tuning, before=gate) as (w, d):
         for n in range(8):
-            d.ask([0] * n, [0])
+            d.ask([0] * 2 * n, [0, 0])
         wait_until(lambda: bool(w._upstreams), "the worker serves us")
         (upstream,) = w._upstreams
         wait_until(lambda: upstream._unfinished == read, "spans wait")

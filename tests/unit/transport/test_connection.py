@@ -204,7 +204,7 @@ def test_send_now_returns_what_the_socket_did_not_take_and_never_waits() -> None
 def test_close_wakes_a_blocked_reader() -> None:
     with connected(LIMITS) as (connection, _):
         reader = Background(connection.receive)
-        wait_until(lambda: connection._users == 1, "the reader waits")
+        wait_until(lambda: connection.receiving, "the reader waits")
         connection.close()
         assert reader.result() is None
 
@@ -212,7 +212,7 @@ def test_close_wakes_a_blocked_reader() -> None:
 def test_close_wakes_a_blocked_sender() -> None:
     with connected(LIMITS, buffer_bytes=4096) as (connection, _):
         sender = Background(lambda: connection.send([bytes(1 << 25)]))
-        wait_until(lambda: connection._users == 1, "the sender waits")
+        wait_until(lambda: connection._sending, "the sender waits")
         connection.close()
         with pytest.raises(PeerClosedError):
             sender.result()
@@ -221,11 +221,19 @@ def test_close_wakes_a_blocked_sender() -> None:
 def test_the_descriptor_stays_open_while_a_thread_uses_it() -> None:
     """Closed at once, its number could be given to a new connection that the thread then robs."""
     with connected(LIMITS) as (connection, _):
-        assert connection._enter()
+        connection.receiving = connection._sending = True  # both have raised their flag already
         connection.close()
         assert connection._sock.fileno() >= 0
-        assert not connection._enter()
-        connection._leave()
+        assert connection.receive() is None
+        assert connection._sock.fileno() >= 0
+        with pytest.raises(PeerClosedError):
+            connection.send([b"x"])
+        assert connection._sock.fileno() == -1
+
+
+def test_a_descriptor_that_nobody_uses_is_given_back_by_close() -> None:
+    with connected(LIMITS) as (connection, _):
+        connection.close()
         assert connection._sock.fileno() == -1
 
 

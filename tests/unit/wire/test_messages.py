@@ -28,7 +28,8 @@ from ds4py.wire.messages import (
     forwarded,
 )
 from ds4py.wire.route import RouteEntry
-from tests.strategies import attempt, joined, messages, read_frames, works
+from ds4py.wire.work_messages import RelayedResult, ResultHeader
+from tests.strategies import attempt, joined, messages, read_frames, results, telemetries, works
 
 HELLO = Hello(
     model_id=0,
@@ -222,6 +223,14 @@ def test_bits_zero_means_32(work):
     assert work.bits == (work.input_hc_bits or 32)
 
 
+@pytest.mark.parametrize("has_output", [True, False])
+def test_logits_are_asked_of_the_next_hop_by_its_own_entry_only(has_output):
+    asked = WORK.flags | WorkFlags.OUTPUT_LOGITS
+    work = Work(**{k: getattr(WORK, k) for k in Work.__slots__} | {"flags": asked})
+    onward = forwarded(work, RouteEntry("h", 1, 3, 3, has_output), memoryview(b""), 32)
+    assert onward.flags == (asked if has_output else WORK.flags)
+
+
 def test_result_shorter_than_its_record_is_no_result():
     assert kind_of(4, bytes(39)) == "R-FRAME"
 
@@ -263,6 +272,13 @@ def test_a_relay_appends_its_record_and_touches_nothing_else():
     assert after[32:80] == before[32:80]
     assert after[80:120] == records[1].encode()
     assert after[120:] == b"text"
+
+
+@given(results, telemetries)
+def test_a_result_that_is_only_passed_on_has_the_bytes_of_one_that_was_decoded(result, record):
+    body = memoryview(body_of(result))
+    passed = RelayedResult(ResultHeader.decode(body), body, record)
+    assert joined(passed.encode()) == joined(encode(Result.decode(body).relayed(record)))
 
 
 def test_an_error_result_has_status_one_and_nothing_but_a_text():

@@ -42,6 +42,17 @@ def test_decoding_an_encoded_route_gives_the_route(route):
     assert decode_route(memoryview(encode_route(entries)), len(entries), n_layers) == entries
 
 
+def test_a_route_that_was_seen_before_is_still_checked_against_what_it_is_used_for():
+    """Routes are kept by their bytes, and each receive buffer is overwritten or freed in time."""
+    blob = bytearray(TWO_HOPS)
+    hops = decode_route(memoryview(blob), 2, 4)
+    assert refusal(TWO_HOPS, count=1, n_layers=4)
+    assert refusal(TWO_HOPS, count=2, n_layers=5)
+    blob[-1] = 1
+    assert refusal(blob, count=2, n_layers=4)
+    assert decode_route(memoryview(TWO_HOPS), 2, 4) == hops
+
+
 @given(st.binary(max_size=120), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_any_blob_gives_a_route_or_a_remote_error(blob, count, n_layers):
     _, kind = attempt(lambda: decode_route(memoryview(blob), count, n_layers))
