@@ -23,6 +23,8 @@ DOCUMENT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FREE = {"__init__", "__main__"}  # the version, and the door that only calls `cli`
 LIBRARIES = {
     "torch": {"quant", "models", "engine"},
+    "triton": {"quant", "models"},
+    "llvmlite": {"quant"},
     "socket": {"transport"},
     "threading": {"transport", "cluster", "engine", "server"},
     "asyncio": {"server"},
