@@ -84,9 +84,12 @@ class _Downstream:
         except Exception as e:  # one hop's bug must not take the others along
             log.exception("relay from %s failed", self.connection.peer)
             reason = f"internal error: {e}"
+        self._owner.lost(self, reason)
+
+    def close(self) -> None:
+        """End the connection; what waits to be sent stays unsent."""
         self.connection.close()
         self.outbox.close(flush=False)
-        self._owner.lost(self, reason)
 
 
 class Forwarder:
@@ -226,12 +229,16 @@ class Forwarder:
 
     def lost(self, downstream: _Downstream, reason: str) -> None:
         """Forget a dead connection: what it had is answered with an error, the rest dials anew."""
+        given_up: list[_Span] = []
         with self._lock:
-            if self._downstream is not downstream:
-                return
-            self._downstream = None
-            given_up, self._pending = list(self._pending.values()), {}
-            self._advance()
+            current = self._downstream is downstream
+            if current:  # before it is closed: whoever sees it closed finds it forgotten
+                self._downstream = None
+                given_up, self._pending = list(self._pending.values()), {}
+                self._advance()
+        downstream.close()
+        if not current:
+            return
         if not self._closed:
             log.warning("next hop %s: %s", self.address, reason)
         self._fail(given_up, f"next hop {self.address}: {reason}")
