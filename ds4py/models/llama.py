@@ -361,6 +361,8 @@ class Slice:
         self._embedding = embedding
         self._head = head
         self._scratch: dict[int, Scratch] = {}
+        if layers and layers[0].fused is not None:
+            layers[0].fused.prepare(kv.dtype)
 
     @classmethod
     def load(

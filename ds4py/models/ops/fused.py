@@ -177,6 +177,13 @@ def attend(
     )
 
 
+def compile_steps(heads: Heads, cache_type: torch.dtype) -> None:
+    """Compile the kernels of this module for a model and the type of its caches."""
+    _norm()
+    _gate()
+    _attend(heads, cache_type)
+
+
 @cache
 def _attend(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Kernel:
     k = Code("attend", ("qkv", "rotation", *PARAMS, "position", "padded", "scores", "out"))

@@ -96,6 +96,11 @@ class FusedLayer:
         self._attn_norm, self._ffn_norm = norms
         self._products = products
 
+    def prepare(self, cache_type: torch.dtype) -> None:
+        """Compile what a step runs, so that no token waits for that."""
+        fused.compile_steps(self._heads, cache_type)
+        quantize(torch.zeros((1, self._heads.width * 2)))
+
     def scratch(self, n_rows: int, width: int) -> Scratch:
         """Return memory for a batch."""
         return Scratch(n_rows, width, self._heads, self._products)
