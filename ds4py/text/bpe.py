@@ -71,7 +71,9 @@ class BpeCodec:
         return spelling.encode("utf-8", "surrogateescape")
 
     def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # a batch, because that lets other threads run meanwhile
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded.ids
         return ids
 
 

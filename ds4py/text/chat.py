@@ -21,13 +21,14 @@ import msgspec
 from ds4py.errors import RequestError
 from ds4py.gguf.kinds import MetaValue
 from ds4py.gguf.metadata import Metadata
-from ds4py.text.reasoning import THINK_END
+from ds4py.text.callformats import CallFormat, format_of
+from ds4py.text.reasoning import THINK, THINK_END
 from ds4py.text.sandbox import BoundedTemplate, TemplateFailedError, TemplateRefusalError
 from ds4py.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-_THINK: Final = b"<think>"
+_SYSTEM: Final = ("system", "developer")
 _TAIL: Final = 16
 """Tokens at the end of a prompt among which an opening think tag is searched."""
 
@@ -43,8 +44,12 @@ class Chat(Protocol):
         """System text that a terminal chat begins with if its user names none; may be empty."""
 
     @property
-    def writes_calls(self) -> bool:
-        """Whether the model calls tools in the markup that `toolcalls` reads."""
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of tools; None: tools can not be offered to it."""
+
+    @property
+    def may_think(self) -> bool:
+        """Whether a reply may open its reasoning itself, when the prompt did not."""
 
     def render_ids(
         self,
@@ -53,18 +58,37 @@ class Chat(Protocol):
         add_generation_prompt: bool = True,
         think: str | None = None,
         tools: Sequence[str] = (),
+        system_in_place: bool = False,
     ) -> list[int]:
         """Return the prompt of a conversation as token ids.
 
         Args:
             messages: In order, as OpenAI clients send them; the arguments of past calls are JSON
-                texts.
+                texts. Beside `tool_calls` there may be `tool_block`: the text in which the model
+                once wrote just these calls, which formats without a template repeat to the letter.
             add_generation_prompt: End with the opening of the assistant's turn.
             think: A word of `ds4py.text.deepseek4.EFFORTS`; None leaves it to the model's format.
-            tools: Those on offer, each the JSON text of an object.
+            tools: Those on offer, each the JSON text of an object; none if there is no
+                `call_format`.
+            system_in_place: Leave system and developer messages where they are; by default all of
+                their texts go to the front.
 
         Raises:
             RequestError: The format has no place for these messages or values.
+        """
+
+    def retry_ids(
+        self, messages: Sequence[Message], *, think: str | None = None, tools: Sequence[str] = ()
+    ) -> list[int]:
+        """Return what asks for another reply behind one whose calls can not be read.
+
+        Args:
+            messages: The conversation before that reply.
+            think: As in `render_ids`.
+            tools: As in `render_ids`.
+
+        Returns:
+            Token ids that follow those of the reply; none if the format has no words for it.
         """
 
     def completion_ids(self, prompt: str, *, think: str | None = None) -> list[int]:
@@ -93,6 +117,9 @@ class ChatTemplate:
         self._token_names = dict(token_names or {})
         self._warned = False
         self._template: BoundedTemplate | None = None
+        self._call_format: CallFormat | None = None
+        self._shows_thinking = THINK_END not in tokenizer.special_ids
+        self._may_think = False
         # Only some templates know the newer name of the system role.
         self._knows_developer = source is not None and "developer" in source
         if source is None:
@@ -102,6 +129,9 @@ class ChatTemplate:
             self._template = BoundedTemplate(source)
         except TemplateFailedError as error:
             self._warn(f"the model's chat template does not compile ({error})")
+            return
+        self._call_format = format_of(source)
+        self._may_think = self._shows_thinking and THINK_END in source
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, MetaValue], tokenizer: Tokenizer) -> ChatTemplate:
@@ -129,9 +159,14 @@ class ChatTemplate:
         return ""
 
     @property
-    def writes_calls(self) -> bool:
-        """See `Chat.writes_calls`: every family has its own markup."""
-        return False
+    def call_format(self) -> CallFormat | None:
+        """See `Chat.call_format`: what the template shows to the model."""
+        return self._call_format
+
+    @property
+    def may_think(self) -> bool:
+        """See `Chat.may_think`: the template knows the tag, and a text shows it."""
+        return self._may_think
 
     def render(
         self,
@@ -140,6 +175,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         think: str | None = None,
         tools: Sequence[str] = (),
+        system_in_place: bool = False,
         **variables: object,
     ) -> str:
         """Return the prompt text of a conversation.
@@ -151,16 +187,19 @@ class ChatTemplate:
             add_generation_prompt: End with the opening of the assistant's turn.
             think: The template sees it as `enable_thinking`; None defines nothing.
             tools: JSON texts; the template sees values, or none.
+            system_in_place: By default the template sees one system message at most, in front: many
+                refuse any other.
             variables: Further values for the template.
 
         Raises:
             RequestError: The template refuses the messages; its words are the message.
         """
-        plain = [self._plain(message) for message in messages]
+        ordered = messages if system_in_place else _system_first(messages)
+        plain = [self._plain(message) for message in ordered]
         if self._template is None:
             return self._fallback(plain, add_generation_prompt=add_generation_prompt)
         given = {
-            "tools": [_value(tool) for tool in tools] or None,
+            "tools": [_function(tool) for tool in tools] or None,
             "documents": None,
             **({} if think is None else {"enable_thinking": think != "none"}),
             **self._token_names,
@@ -183,6 +222,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         think: str | None = None,
         tools: Sequence[str] = (),
+        system_in_place: bool = False,
         **variables: object,
     ) -> list[int]:
         """Return the prompt of a conversation as token ids; takes and raises what `render` does.
@@ -195,9 +235,17 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             think=think,
             tools=tools,
+            system_in_place=system_in_place,
             **variables,
         )
         return self._tokenizer.prompt_ids(text)
+
+    def retry_ids(
+        self, messages: Sequence[Message], *, think: str | None = None, tools: Sequence[str] = ()
+    ) -> list[int]:
+        """See `Chat.retry_ids`: a template only writes whole conversations."""
+        del messages, think, tools
+        return []
 
     def completion_ids(self, prompt: str, *, think: str | None = None) -> list[int]:
         """Return the ids of a text to continue as it is; `think` has no place in it.
@@ -214,7 +262,7 @@ class ChatTemplate:
         A closing tag that is a control token never shows in a text, so nothing could be told apart.
         """
         end = self._tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
-        return end.endswith(_THINK) and THINK_END not in self._tokenizer.special_ids
+        return end.endswith(THINK.encode()) and self._shows_thinking
 
     def _plain(self, message: Message) -> dict[str, object]:
         role = message.get("role")
@@ -258,6 +306,16 @@ def text_of(content: object) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def _system_first(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with all system texts in one that comes first."""
+    systems = [message for message in messages if message.get("role") in _SYSTEM]
+    if not systems or (len(systems) == 1 and messages[0] is systems[0]):
+        return messages
+    texts = (text_of(message.get("content")) for message in systems)
+    first = {**systems[0], "content": "\n\n".join(filter(None, texts))}
+    return [first, *(message for message in messages if message.get("role") not in _SYSTEM)]
+
+
 def _with_values(call: object) -> object:
     """Return a past call as templates expect it: arguments as values instead of their JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -266,6 +324,16 @@ def _with_values(call: object) -> object:
     arguments = function.get("arguments")
     value = _value(arguments) if isinstance(arguments, str) else arguments
     return {**call, "function": {**function, "arguments": value}}
+
+
+def _function(text: str) -> object:
+    """Return a tool as templates expect it, whichever API it was written for."""
+    tool = _value(text)
+    if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
+        return tool
+    parameters = tool.get("parameters", tool.get("input_schema", {"type": "object"}))
+    described = {name: tool[name] for name in ("name", "description") if name in tool}
+    return {"type": "function", "function": {**described, "parameters": parameters}}
 
 
 def _value(text: str) -> object:

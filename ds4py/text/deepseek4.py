@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Final
 
 from ds4py.errors import RequestError
+from ds4py.text.callformats import DSML
 from ds4py.text.chat import Message, text_of
 from ds4py.text.deepseek4_tokens import Marker, Part, no_marker
 from ds4py.text.dsml import ToolCall, call_parts, exact_parts, preamble_parts
@@ -56,6 +57,11 @@ unchecked.
 _RESULT_END: Final = "</tool_result>"
 _ROLES: Final = {"developer": "system", "function": "tool"}
 
+_UNREADABLE: Final = (
+    "This call of a tool can not be read, and nothing was done. Write a new one exactly as "
+    "described below, or answer without tools."
+)
+
 
 class DeepSeek4Chat:
     """How DeepSeek V4 wants conversations written; safe to use from several threads.
@@ -72,7 +78,8 @@ class DeepSeek4Chat:
     """
 
     default_system: Final = DEFAULT_SYSTEM
-    writes_calls: Final = True
+    call_format: Final = DSML
+    may_think: Final = False
 
     def __init__(self, tokenizer: Tokenizer, n_ctx: int, *, spelled_markers: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -104,16 +111,19 @@ class DeepSeek4Chat:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        system_in_place: bool = False,
         **variables: object,
     ) -> str:
         """Return the prompt text of a conversation; see `render_ids`."""
-        return "".join(self._parts(messages, variables, opened=add_generation_prompt))
+        systems, turns = _read(messages, in_place=system_in_place)
+        return "".join(self._parts(systems, turns, variables, opened=add_generation_prompt))
 
     def render_ids(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        system_in_place: bool = False,
         **variables: object,
     ) -> list[int]:
         """Return the prompt of a conversation as token ids, BOS first.
@@ -121,18 +131,33 @@ class DeepSeek4Chat:
         Args:
             messages: As OpenAI clients send them, any `content` that `text_of` knows; unknown roles
                 are left out. An assistant's may have `reasoning_content`, `tool_calls`, and
-                `exact_calls`: the block of just these calls as the model once wrote it, with the
+                `tool_block`: the block of just these calls as the model once wrote it, with the
                 white space before it, which is then repeated to the letter. Its tags become tokens,
-                so it must come from a memory of our own and never from a client.
+                so it must come from a memory of our own and never from a client. A user's or a
+                tool's with a true `continues` stays in the turn before it.
             add_generation_prompt: End with the opening of the assistant's turn, if it is its turn.
+            system_in_place: Leave system texts where they are among the turns: what was cached
+                before one stays valid. There is no marker for them, so they are bare text.
             variables: `think`, see `mode`, and `tools`, see `preamble_parts`; others are ignored.
 
         Raises:
             RequestError: `think` or `tools` can not be understood.
         """
-        parts = self._parts(messages, variables, opened=add_generation_prompt)
+        systems, turns = _read(messages, in_place=system_in_place)
+        parts = self._parts(systems, turns, variables, opened=add_generation_prompt)
         if self._spelled_markers:
             return self._tokenizer.encode("".join(parts), special=True)
+        return self.encode(parts)
+
+    def retry_ids(
+        self, messages: Sequence[Message], *, think: str | None = None, tools: Sequence[str] = ()
+    ) -> list[int]:
+        """See `Chat.retry_ids`: a result that says what happened, and the rules once more."""
+        mode = self.mode(think)
+        systems, _ = _read(messages, in_place=False)
+        parts: list[Part] = [Marker.EOS, Marker.USER, _tool_result(_UNREADABLE), "\n\n"]
+        parts += _head(systems, tools)
+        parts += [Marker.ASSISTANT, Marker.THINK_END if mode is ThinkMode.NONE else Marker.THINK]
         return self.encode(parts)
 
     def completion_ids(self, prompt: str, *, think: str | None = None) -> list[int]:
@@ -155,13 +180,17 @@ class DeepSeek4Chat:
         return ids
 
     def _parts(
-        self, messages: Sequence[Message], variables: Mapping[str, object], *, opened: bool
+        self,
+        systems: Sequence[str],
+        turns: Sequence[_Turn],
+        variables: Mapping[str, object],
+        *,
+        opened: bool,
     ) -> list[Part]:
         mode = self.mode(variables.get("think"))
         tools = variables.get("tools") or ()
         if not isinstance(tools, list | tuple):
             raise RequestError(f"tools: got {tools!a:.40}, expected a list", param="tools")
-        systems, turns = _read(messages)
         parts: list[Part] = [Marker.BOS]
         if mode is ThinkMode.MAX:
             parts.append(MAX_EFFORT)
@@ -194,25 +223,27 @@ def message_parts(role: str, content: str) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A message that is a turn of its own; `calls` is the assistant's block or empty."""
+    """A message that has its own place; `calls` is the assistant's block or empty."""
 
     role: str
     text: str
     reasoning: str
     calls: list[Part]
+    continues: bool = False
 
 
-def _read(messages: Sequence[Message]) -> tuple[list[str], list[_Turn]]:
+def _read(messages: Sequence[Message], *, in_place: bool) -> tuple[list[str], list[_Turn]]:
     """Tell apart the texts that go to the front and the turns."""
-    systems, turns = [], []
+    systems: list[str] = []
+    turns: list[_Turn] = []
     for message in messages:
         said = message.get("role")
         role = "user" if said is None else _ROLES.get(str(said), str(said))
         text = text_of(message.get("content"))
-        if role == "system":
+        if role == "system" and not (in_place and turns):
             systems.append(text)
-        elif role in ("user", "tool"):
-            turns.append(_Turn(role, text, "", []))
+        elif role in ("system", "user", "tool"):
+            turns.append(_Turn(role, text, "", [], continues=bool(message.get("continues"))))
         elif role == "assistant":
             reasoning = text_of(message.get("reasoning_content"))
             turns.append(_Turn(role, text, reasoning, _calls(message)))
@@ -223,8 +254,8 @@ def _calls(message: Message) -> list[Part]:
     found = message.get("tool_calls")
     listed = found if isinstance(found, list | tuple) else ()
     calls = [call for item in listed if (call := ToolCall.from_message(item)) is not None]
-    exact = message.get("exact_calls")
-    if calls and isinstance(exact, str):
+    exact = message.get("tool_block")
+    if calls and isinstance(exact, str) and exact:
         return exact_parts(exact)
     return call_parts(calls) if calls else []
 
@@ -240,7 +271,8 @@ def _head(systems: Iterable[str], tools: Sequence[object]) -> list[Part]:
 def _conversation(turns: Sequence[_Turn], *, thinking: bool, tools: bool) -> list[Part]:
     """Return all turns; reasoning of old ones is left out unless tools are in play."""
     keeps_all = tools or any(turn.calls or turn.role == "tool" for turn in turns)
-    last_asked = max((n for n, turn in enumerate(turns) if turn.role != "assistant"), default=-1)
+    asked = [n for n, turn in enumerate(turns) if turn.role in ("user", "tool")]
+    last_asked = asked[-1] if asked else -1
     parts: list[Part] = []
     before = "assistant"
     for n, turn in enumerate(turns):
@@ -251,10 +283,14 @@ def _conversation(turns: Sequence[_Turn], *, thinking: bool, tools: bool) -> lis
                 parts += [Marker.ASSISTANT, *thought, Marker.THINK_END]
             parts += [turn.text, *turn.calls, Marker.EOS]
         elif turn.role == "tool":
-            parts += [] if before == "tool" else [Marker.USER]
+            inside = before == "tool" or (before == "user" and turn.continues)
+            parts += [] if inside else [Marker.USER]
             parts.append(_tool_result(turn.text))
+        elif turn.role == "system":
+            parts.append(turn.text if before == "assistant" else f"\n\n{turn.text}")
         else:
-            parts += [Marker.USER, turn.text]
+            inside = turn.continues and before in ("tool", "user")
+            parts += [turn.text] if inside else [Marker.USER, turn.text]
         before = turn.role
     return parts
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-_STRING_OR_BLANK: Final = re.compile(r'("(?:[^"\\]|\\.)*")|[ \t\r\n]+')
+_STRING_OR_BLANK: Final = re.compile(r'("[^"\\]*+(?:\\.[^"\\]*+)*+")|[ \t\r\n]+')
 _INVALID: Final = (msgspec.DecodeError, RecursionError, UnicodeError)
 
 

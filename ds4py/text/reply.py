@@ -1,30 +1,39 @@
 """A reply's text taken apart while it arrives: reasoning, content, calls of tools.
 
 Owns: the order of the three, and when a block of calls counts. Refuses to know: tokens, stop
-strings, how the parts are sent, the markup itself (`toolcalls`). Invariant: however the text is
-cut, each part adds up to the same; what is read as calls is in no other part.
+strings, how the parts are sent, the markup itself (`callformats`). Invariant: however the text is
+cut, the parts add up to the same; what is read as calls is in no other part.
 """
 
 from __future__ import annotations
 
-from ds4py.text.dsml import ToolCall
-from ds4py.text.reasoning import Delta, ReasoningSplitter
-from ds4py.text.toolcalls import CallSplitter, parse_reply
+from collections.abc import Iterable
+
+from ds4py.text.block import Block
+from ds4py.text.callformats import CallFormat
+from ds4py.text.parts import CallArguments, Content, Part, Reasoning
+from ds4py.text.reasoning import ReasoningSplitter, n_begun
 
 
 class ReplySplitter:
     """One reply, used by one thread at a time.
 
     Args:
-        thinking: The prompt opened the reasoning; otherwise there is none.
-        calls: The answer may end with a block of calls; otherwise it is content whatever it spells.
+        thinking: The prompt opened the reasoning.
+        calls: How the model writes calls; None: the answer is content whatever it spells.
+        may_think: The model may open the reasoning itself; see `Chat.may_think`.
     """
 
-    def __init__(self, *, thinking: bool, calls: bool) -> None:
-        self._reasoning = ReasoningSplitter(thinking=thinking)
-        self._calls = CallSplitter() if calls else None
-        self._answer = ""
-        self._n_shown = 0
+    def __init__(
+        self, *, thinking: bool, calls: CallFormat | None, may_think: bool = False
+    ) -> None:
+        self._reasoning = ReasoningSplitter(thinking=thinking, may_open=may_think)
+        self._format = calls
+        self._bare = calls is not None and calls.bare
+        self._held = ""
+        self._space = ""
+        self._block: Block | None = None
+        self._ended = False
 
     @property
     def thinking(self) -> bool:
@@ -34,35 +43,119 @@ class ReplySplitter:
     @property
     def complete(self) -> bool:
         """Whether a block of calls is closed: nothing that follows counts, so decoding can stop."""
-        return self._calls is not None and self._calls.complete
+        return self._block is not None and self._block.complete
 
-    def push(self, text: str) -> Delta:
+    @property
+    def structural(self) -> bool:
+        """Whether the next token is syntax of calls, where there is nothing to choose."""
+        return self._block is not None and self._block.structural
+
+    @property
+    def n_calls(self) -> int:
+        """How many calls began, whatever became of them."""
+        return 0 if self._block is None else self._block.n_calls
+
+    @property
+    def called(self) -> bool:
+        """Whether the reply, if it ends here, calls tools: there are calls, and all are whole."""
+        return self._block is not None and self._block.whole
+
+    @property
+    def malformed(self) -> bool:
+        """Whether there is a block, closed or ended by the model, that can not be read."""
+        block = self._block
+        return block is not None and block.unreadable and (block.complete or self._ended)
+
+    @property
+    def block(self) -> str:
+        """The calls as the model wrote them, with the white space before; empty unless `called`.
+
+        It is what later prompts repeat. Closing tags that the model left out are in it.
+        """
+        return self._space + self._block.text if self._block and self._block.whole else ""
+
+    @property
+    def raw_block(self) -> str:
+        """All text behind the content, in no part if the block is `malformed`."""
+        return self._space + self._block.raw if self._block else ""
+
+    def push(self, text: str) -> list[Part]:
         """Take further text; return what is certain now. What follows the calls is dropped."""
         reasoning, answer = self._reasoning.push(text)
-        if self._calls is None:
-            return Delta(reasoning, answer)
-        content = ""
-        for character in answer:  # one by one: the answer ends with the last of its block
-            if self._calls.complete:
-                break
-            self._answer += character
-            content += self._calls.push(character)
-        self._n_shown += len(content)
-        return Delta(reasoning, content)
+        return _joined([Reasoning(reasoning), *self._answer(answer)])
 
-    def finish(self, *, ended: bool) -> tuple[Delta, tuple[ToolCall, ...]]:
-        """Return what was held back, and the calls: no more text will come.
+    def finish(self, *, ended: bool) -> list[Part]:
+        """Return what was held back: no more text will come.
 
-        A block that can not be read becomes content. One that was cut off is dropped, for it may be
-        half a command; but if the model itself ended there, what is open is closed.
+        Calls that broke off are ended, but not as whole: they may be half a command. If the model
+        itself ended there, closing tags that are missing are supplied first.
 
         Args:
             ended: By the model; not by a token limit or a stop string.
         """
-        reasoning = self._reasoning.finish().reasoning
-        if self._calls is None:
-            return Delta(reasoning, ""), ()
-        if not (ended or self.complete):
-            return Delta(reasoning, self._calls.finish()), ()
-        reply = parse_reply(self._answer, thinking=False, repair=not self.complete)
-        return Delta(reasoning, reply.content[self._n_shown :]), reply.calls
+        self._ended = ended
+        reasoning, answer = self._reasoning.finish()
+        parts = [Reasoning(reasoning), *self._answer(answer)]
+        if self._block is not None:
+            parts += self._block.finish(ended=ended)
+            if not (self._block.opening or self._block.n_calls):
+                self._held, self._block = self._space + self._block.raw, None
+        return _joined([*parts, Content(self._held)])
+
+    def _answer(self, text: str) -> list[Part]:
+        if self._format is None:
+            return [Content(text)]
+        if self._block is not None:
+            return self._further(self._block, text)
+        self._held += text
+        if self._bare:
+            begun = self._held.lstrip()
+            if not begun:
+                return []
+            self._bare = False
+            if begun.startswith("{"):
+                return self._begin(len(self._held) - len(begun), "")
+        tags = ((self._held.find(tag), tag) for tag, _ in self._format.tags)
+        found = min((place for place in tags if place[0] >= 0), default=None)
+        if found is not None:
+            return self._begin(*found)
+        n_tag = max(n_begun(self._held, tag) for tag, _ in self._format.tags)
+        content = self._held[: len(self._held) - n_tag].rstrip()
+        self._held = self._held[len(content) :]
+        return [Content(content)]
+
+    def _begin(self, at: int, opening: str) -> list[Part]:
+        """Begin a block at a place of the text that is held back."""
+        assert self._format is not None
+        content = self._held[:at].rstrip()
+        self._space, rest = self._held[len(content) : at], self._held[at + len(opening) :]
+        self._held = ""
+        self._block = Block(self._format, opening)
+        return [Content(content), *self._further(self._block, rest)]
+
+    def _further(self, block: Block, text: str) -> list[Part]:
+        parts = block.push(text)
+        if not block.unreadable or block.opening or block.n_calls:
+            return parts
+        # it began like a call, but without a tag: an answer in JSON
+        self._block = None
+        return self._answer(self._space + block.raw)
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Return parts without empty ones, neighbours of one kind put together."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        match part, last:
+            case (Reasoning() | Content() | CallArguments()) as part, _ if not part.text:
+                continue
+            case Reasoning(text), Reasoning(before):
+                joined[-1] = Reasoning(before + text)
+            case Content(text), Content(before):
+                joined[-1] = Content(before + text)
+            case CallArguments(index, text), CallArguments(same, before) if index == same:
+                joined[-1] = CallArguments(index, before + text)
+            case _:
+                joined.append(part)
+    return joined

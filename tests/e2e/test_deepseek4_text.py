@@ -271,13 +271,19 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
         [getattr(delta, key, "") or "" for delta in deltas]
         for key in ("reasoning_content", "content")
     ]
-    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    parts = [call for delta in deltas for call in delta.tool_calls or ()]
+    calls = [part for part in parts if part.id]
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
+    assert [part.index for part in parts] == sorted(part.index for part in parts)
+    arguments = [
+        "".join(part.function.arguments for part in parts if part.index == call.index)
+        for call in calls
+    ]
     return {
         "reasoning": "".join(texts[0]),
         "content": "".join(texts[1]),
-        "calls": [(call.function.name, call.function.arguments) for call in calls],
+        "calls": [(c.function.name, text) for c, text in zip(calls, arguments, strict=True)],
         "finish": next(c.choices[0].finish_reason for c in reversed(chunks) if c.choices),
     }
 
@@ -329,9 +335,13 @@ def test_nobody_offered_tools(choice: dict[str, Any], text: TextStack) -> None:
 
 def test_an_answer_that_ran_out_of_tokens_calls_nothing(text: TextStack) -> None:
     tokens = text.tokenizer.encode(f"hm</think>So: {CALLS}", special=True)
-    limit = {"tools": [TOOL], "max_tokens": len(tokens) - 1}
-    said = whole_and_streamed(scripted(text, tokens), text, **limit)
-    assert (said["content"], said["calls"], said["finish"]) == ("So:", [], "length")
+    asked: Any = {"model": "any", "messages": USER, "tools": [TOOL], "max_tokens": len(tokens) - 1}
+    with serving(scripted(text, tokens), text=text) as (_, port), api(port) as client:
+        (choice,) = client.chat.completions.create(**asked).choices
+        streamed = joined(list(client.chat.completions.create(**asked, stream=True)))
+    assert (choice.message.content, choice.finish_reason) == ("So:", "length")
+    assert choice.message.tool_calls is None
+    assert (streamed["content"], streamed["finish"]) == ("So:", "length"), "nothing to be executed"
 
 
 def test_completions_keep_the_reasoning_and_its_tag(cut: Cut, text: TextStack) -> None:

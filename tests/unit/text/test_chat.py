@@ -64,7 +64,54 @@ def test_the_template_sees_the_messages_in_one_form() -> None:
         {"role": "developer", "content": "rules"},
         {"role": "tool"},
     ]
-    assert chat.render(messages) == "user=no role;assistant=;user=ab;system=rules;tool=;"
+    in_place = "user=no role;assistant=;user=ab;system=rules;tool=;"
+    assert chat.render(messages, system_in_place=True) == in_place
+    in_front = "system=rules;user=no role;assistant=;user=ab;tool=;"
+    assert chat.render(messages) == in_front
+
+
+def test_all_system_texts_come_first_as_one_message() -> None:
+    chat = template("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}")
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "hi"},
+        {"role": "developer", "content": [{"text": "b"}]},
+        {"role": "system", "content": None},
+    ]
+    assert chat.render(messages) == "system=a\n\nb;user=hi;"
+    assert len(chat.render_ids(messages)) < len(chat.render_ids(messages, system_in_place=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "opening"),
+    [
+        ("{{ tools }}", None),
+        ("<tool_call>", None),
+        ("{% for tool in tools %}{% endfor %}<tool_call>", "<tool_call>"),
+        ("{{ tools }}<tool_call>{{ name }}<arg_key>", None),
+        ("{{ tools }}[TOOL_CALLS] [", "[TOOL_CALLS]"),
+        (
+            '{{ tools }}{"name": function name, "parameters": dictionary of arguments}',
+            "<|python_tag|>",
+        ),
+        ("{{ tools }}<tool_call>\n<function=f>\n<parameter=a>", "<tool_call>"),
+    ],
+)
+def test_the_template_tells_how_calls_are_written(source: str, opening: str | None) -> None:
+    found = template(source).call_format
+    assert (None if found is None else found.tags[0][0]) == opening
+    if found is not None:
+        assert opening in found.control_tokens
+
+
+def test_without_a_template_that_works_there_are_no_calls() -> None:
+    assert template(None).call_format is None
+    assert template("{% tools <tool_call>").call_format is None
+
+
+@pytest.mark.parametrize(("source", "may"), [("x", False), ("{{ '</think>' }}", True)])
+def test_a_model_whose_template_knows_reasoning_may_open_it(source: str, may: bool) -> None:
+    assert template(source).may_think == may
 
 
 def test_a_template_that_knows_developers_sees_them() -> None:
@@ -216,9 +263,11 @@ def test_reasoning_whose_end_no_text_would_show_is_not_told_apart() -> None:
     tokens, types = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     metadata[tokens] = [*metadata[tokens], "</think>"]  # type: ignore[misc]
     metadata[types] = np.append(metadata[types], 3)  # type: ignore[arg-type]
-    metadata["tokenizer.chat_template"] = "<think>"
-    chat = ChatTemplate.from_metadata(metadata, load_tokenizer(metadata))
-    assert not chat.opens_reasoning(chat.render_ids([]))
+    for source in ("<think>", "<think></think>"):
+        metadata["tokenizer.chat_template"] = source
+        chat = ChatTemplate.from_metadata(metadata, load_tokenizer(metadata))
+        assert not chat.opens_reasoning(chat.render_ids([]))
+        assert not chat.may_think
 
 
 def test_a_bare_prompt_is_continued_as_it_is() -> None:
@@ -228,4 +277,18 @@ def test_a_bare_prompt_is_continued_as_it_is() -> None:
         2,
         *bpe().encode("hello", special=False),
     ]
-    assert (chat.default_system, chat.writes_calls) == ("", False)
+    assert (chat.default_system, chat.call_format) == ("", None)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        '{"type":"function","function":{"name":"f","description":"d","parameters":{"a":1}}}',
+        '{"type":"function","name":"f","description":"d","parameters":{"a":1}}',
+        '{"name":"f","description":"d","input_schema":{"a":1}}',
+    ],
+)
+def test_a_template_sees_tools_of_every_api_alike(tool: str) -> None:
+    chat = template("{{ tools | tojson }}")
+    wanted = '[{"type": "function", "function": {"name": "f", "description": "d", '
+    assert chat.render(HELLO, tools=[tool]) == wanted + '"parameters": {"a": 1}}}]'

@@ -208,7 +208,7 @@ def test_remembered_words_of_a_call_are_repeated_and_their_tags_are_tokens() -> 
     exact = long(' <D:tool_calls><D:invoke name="f"></D:invoke></D:tool_calls>')
     messages = [
         message("user", "1"),
-        message("assistant", "x", tool_calls=[CALL], exact_calls=exact),
+        message("assistant", "x", tool_calls=[CALL], tool_block=exact),
     ]
     chat = tiny.chat()
     assert f"x{exact}{Marker.EOS}" in chat.render(messages)
@@ -219,14 +219,49 @@ def test_remembered_words_of_a_call_are_repeated_and_their_tags_are_tokens() -> 
 def test_remembered_words_can_not_add_calls_or_other_markers() -> None:
     exact = f"{Marker.EOS}{Marker.USER}"
     chat = tiny.chat()
-    without = [message("user", "1"), message("assistant", "x", exact_calls=exact)]
+    without = [message("user", "1"), message("assistant", "x", tool_block=exact)]
     assert exact not in chat.render(without)
     spelled = [
         message("user", "1"),
-        message("assistant", "x", tool_calls=[CALL], exact_calls=exact),
+        message("assistant", "x", tool_calls=[CALL], tool_block=exact),
     ]
     ids = chat.render_ids(spelled)
     assert [ids.count(chat.encode([m])[0]) for m in (Marker.EOS, Marker.USER)] == [1, 1]
+
+
+def test_a_call_without_remembered_words_is_written_anew() -> None:
+    messages = [message("user", "1"), message("assistant", "x", tool_calls=[CALL])]
+    assert render(*messages) == render(
+        messages[0], message("assistant", "x", tool_calls=[CALL], tool_block="")
+    )
+
+
+def test_system_texts_may_stay_where_they_are() -> None:
+    messages = [
+        message("system", "a"),
+        message("developer", "b"),
+        message("user", "1"),
+        message("assistant", "2"),
+        message("system", "c"),
+        message("user", "3"),
+        message("system", "d"),
+    ]
+    chat = tiny.chat()
+    text = chat.render(messages, think="none", system_in_place=True)
+    assert text == long("<B>a\n\nb<U>1<A></think>2<E>c<U>3\n\nd<A></think>")
+    moved = long("<B>a\n\nb\n\nc\n\nd<U>1<A></think>2<E><U>3<A></think>")
+    assert chat.render(messages, think="none") == moved
+    ids = chat.render_ids(messages, think="none", system_in_place=True)
+    assert ids == tiny.tokenizer().encode(text, special=True)
+
+
+def test_what_came_before_a_system_text_in_place_stays_as_it_was() -> None:
+    before = [message("user", "1"), message("assistant", "2", reasoning_content="hm")]
+    chat = tiny.chat()
+    shorter = chat.render(before, system_in_place=True)
+    for more in ([message("system", "c")], [message("system", "c"), message("assistant", "4")]):
+        longer = chat.render([*before, *more], system_in_place=True)
+        assert longer.startswith(shorter + "c" + Marker.ASSISTANT)
 
 
 @pytest.mark.parametrize("tools", ["x", {"name": "f"}, 7])
@@ -331,3 +366,26 @@ def test_only_a_prompt_that_ends_with_the_opening_tag_opens_the_reasoning() -> N
     assert not chat.opens_reasoning(chat.encode([Marker.THINK, "x"]))
     answered = [message("user", "a"), message("assistant", "b")]
     assert not chat.opens_reasoning(chat.render_ids(answered, think="high"))
+
+
+def test_parts_of_one_turn_stay_in_it() -> None:
+    result = "<tool_result>14 C</tool_result>"
+    apart = render(message("tool", "14 C"), message("user", "and now?"))
+    assert apart.startswith(long(f"<B><U>{result}<U>and now?"))
+    together = render(message("tool", "14 C"), message("user", "and now?", continues=True))
+    assert together.startswith(long(f"<B><U>{result}and now?"))
+    turned = render(message("user", "see:"), message("tool", "14 C", continues=True))
+    assert turned.startswith(long(f"<B><U>see:{result}"))
+    first = render(message("user", "hi", continues=True))
+    assert first.startswith(long("<B><U>hi")), "there is no turn before it"
+
+
+def test_another_try_repeats_the_rules() -> None:
+    tool = '{"type":"function","function":{"name":"f"}}'
+    messages = [message("system", "Be kind."), message("user", "hi")]
+    for think, tag in (("high", "<think>"), ("none", "</think>")):
+        ids = tiny.chat().retry_ids(messages, think=think, tools=[tool])
+        text = tiny.tokenizer().decode(ids, special=True).decode()
+        assert text.startswith(long("<E><U><tool_result>"))
+        assert '{"name":"f"}' in text
+        assert text.endswith(long(f"Be kind.<A>{tag}"))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds4py.text.reasoning import THINK_END, Delta, ReasoningSplitter, n_begun
+from ds4py.text.reasoning import THINK, THINK_END, Delta, ReasoningSplitter, n_begun
 from tests.unit.text import tiny_deepseek4 as tiny
 
 
@@ -64,6 +64,20 @@ def test_as_little_as_possible_is_held_back(pieces: list[str]) -> None:
 @given(cut_texts())
 def test_without_thinking_everything_is_the_answer(pieces: list[str]) -> None:
     assert joined(run(pieces, thinking=False)) == ("", "".join(pieces))
+
+
+@given(cut_texts(), st.sampled_from(["", " ", "\n<think>", "<think>", "<thin", "<think><think>"]))
+def test_a_reply_may_open_its_reasoning_itself(pieces: list[str], beginning: str) -> None:
+    text = "".join([beginning, *pieces])
+    opened = text.lstrip().startswith(THINK)
+    reasoning, _, content = (
+        text.partition(THINK)[2].partition(THINK_END) if opened else ("", "", text)
+    )
+    for given_pieces in ([beginning, *pieces], list(text)):
+        splitter = ReasoningSplitter(thinking=False, may_open=True)
+        deltas = [*map(splitter.push, given_pieces), splitter.finish()]
+        assert joined(deltas) == (reasoning, content)
+        assert splitter.thinking == (opened and THINK_END not in text)
 
 
 def test_the_end_of_the_reasoning_is_told() -> None:

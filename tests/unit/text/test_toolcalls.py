@@ -1,22 +1,25 @@
-"""Tool calls read back: what the renderer writes, what models do to it, and any text at all."""
+"""DeepSeek V4's calls read back: what the renderer writes, what models do to it, and any text."""
 
 import html
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds4py.text.callformats import DSML
 from ds4py.text.deepseek4_tokens import Marker
 from ds4py.text.dsml import ToolCall, call_parts
-from ds4py.text.reasoning import THINK_END
-from ds4py.text.toolcalls import CallSplitter, ParsedReply, parse_reply
+from ds4py.text.reply import ReplySplitter
+from ds4py.text.toolcalls import blocks_in
+from tests.unit.text.dsml_oracle import OracleError, content_and_calls
+from tests.unit.text.replies import CUTS, Reading, cut, read
 
 STYLES = pytest.mark.parametrize("style", [Marker.DSML.value, Marker.DSML.value[1:], ""])
 ENTITIES = ("&amp;", "&lt;", "&gt;", "&quot;", "&apos;")
-EMPTY_CALL = "<invoke name='f'></invoke>".replace("'", '"')
+EMPTY_CALL = '<invoke name="f"></invoke>'
+D = Marker.DSML
 
 
 def block(*lines: str, style: str = "") -> str:
@@ -34,11 +37,19 @@ def parameter(name: str, body: str, string: str | None = "true") -> str:
     return f'<parameter name="{name}"{attribute}>{body}</parameter>'
 
 
+def parse(text: str, *, ended: bool = True) -> Reading:
+    """Read a whole answer, which gives the same in one piece and character by character."""
+    reading = read([text], DSML, ended=ended)
+    assert reading == read(list(text), DSML, ended=ended)
+    return reading
+
+
 def arguments(*parameters: str) -> str:
     """What a single call with these parameters sends to the client."""
-    reply = parse_reply(block(call(*parameters)), thinking=False)
-    assert [found.name for found in reply.calls] == ["f"]
-    return reply.calls[0].arguments
+    reading = parse(block(call(*parameters)))
+    assert [name for name, _ in reading.calls] == ["f"]
+    assert reading.called
+    return reading.calls[0][1]
 
 
 def decoded(text: str) -> str:
@@ -49,10 +60,9 @@ def decoded(text: str) -> str:
 
 
 NAMES = st.text(max_size=6) | st.text("<>&\"'ab &amp; \n", max_size=6)
-D = Marker.DSML
 AWKWARD = [
     *(f"</{D}parameter>", f'<{D}parameter name="x">', f"</{D}tool_calls>", "<tool_calls>"),
-    *("\n", " ", "&", "<", "&lt", THINK_END, "{", '"', "\\"),
+    *("\n", " ", "&", "<", "&lt", "</think>", "{", '"', "\\", "😀"),
 ]
 STRINGS = st.text(max_size=12) | st.lists(st.sampled_from(AWKWARD), max_size=6).map("".join)
 VALUES = st.recursive(
@@ -67,27 +77,30 @@ VALUES = st.recursive(
 CALLS = st.lists(
     st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=4)), min_size=1, max_size=3
 )
+CONTENTS = st.text(max_size=10).map(lambda text: text.replace("<", ""))
 
 
-@given(st.text(max_size=10).map(lambda text: text.replace("<", "")), CALLS, st.booleans())
-@example(
-    "x", [("f", {"a": f"</{Marker.DSML}parameter>", "b": [f"</{Marker.DSML}parameter>"]})], True
-)
-def test_calls_that_are_written_are_read_back(content: str, calls: Any, spaced: bool) -> None:
+@given(CONTENTS, CALLS, st.booleans(), CUTS)
+@example("x", [("f", {"a": f"</{D}parameter>", "b": [f"</{D}parameter>"]})], True, list(range(400)))
+def test_calls_that_are_written_are_read_back(
+    content: str, calls: Any, spaced: bool, cuts: Any
+) -> None:
     separators = (" , ", " : ") if spaced else (",", ":")
     written = [
         ToolCall(name, json.dumps(given, ensure_ascii=spaced, separators=separators))
         for name, given in calls
     ]
     text = content + "".join(call_parts(written))
-    reply = parse_reply(text, thinking=False)
-    got = [(found.name, list(json.loads(found.arguments).items())) for found in reply.calls]
+    reading = read(cut(text, cuts), DSML, ended=False)
+    got = [(name, list(json.loads(arguments).items())) for name, arguments in reading.calls]
     expected = [
         (name, [(key, decoded(v) if isinstance(v, str) else v) for key, v in given.items()])
         for name, given in calls
     ]
     assert got == expected
-    assert (reply.content, reply.content + reply.block) == (content.rstrip(), text)
+    assert reading.complete
+    assert reading.called
+    assert (reading.content, reading.content + reading.block) == (content.rstrip(), text)
 
 
 @given(CALLS)
@@ -95,56 +108,50 @@ def test_arguments_come_back_without_blanks(calls: Any) -> None:
     calls = [
         (name, {k: v for k, v in given.items() if not isinstance(v, str)}) for name, given in calls
     ]
-    compact = [
-        ToolCall(n, json.dumps(a, ensure_ascii=False, separators=(",", ":"))) for n, a in calls
-    ]
+    compact = [json.dumps(a, ensure_ascii=False, separators=(",", ":")) for _, a in calls]
     spaced = [ToolCall(n, json.dumps(a, ensure_ascii=False, indent=1)) for n, a in calls]
-    reply = parse_reply("".join(call_parts(spaced)), thinking=False)
-    end = f"</{Marker.DSML}parameter>"
-    assert [c.arguments.replace("\\u003c" + end[1:], end) for c in reply.calls] == [
-        c.arguments for c in compact
-    ]
+    end = f"</{D}parameter>"
+    found = read(["".join(call_parts(spaced))], DSML).calls
+    assert [text.replace("\\u003c" + end[1:], end) for _, text in found] == compact
 
 
 @STYLES
 def test_three_styles_are_read(style: str) -> None:
     text = "ok \n" + block(call(parameter("a", "x")), call(name="g"), style=style) + "\nmore"
-    reply = parse_reply(text, thinking=False)
-    assert reply.calls == (ToolCall("f", '{"a":"x"}'), ToolCall("g", "{}"))
-    assert reply.content == "ok"
-    assert reply.block == text.removeprefix("ok").removesuffix("\nmore")
-    assert not reply.malformed
+    reading = parse(text)
+    assert reading.calls == [("f", '{"a":"x"}'), ("g", "{}")]
+    assert reading.content == "ok"
+    assert reading.block == text.removeprefix("ok").removesuffix("\nmore")
+    assert not reading.malformed
 
 
 def test_the_first_tag_decides_the_style_of_all() -> None:
-    inner = block(EMPTY_CALL, style=Marker.DSML)
-    assert parse_reply(f"{block(EMPTY_CALL)}{inner}", thinking=False).calls == (
-        ToolCall("f", "{}"),
-    )
-    assert parse_reply(f"<tool_calls>{inner}", thinking=False).malformed
+    inner = block(EMPTY_CALL, style=D)
+    assert parse(f"{block(EMPTY_CALL)}{inner}").calls == [("f", "{}")]
+    assert parse(f"<tool_calls>{inner}").malformed
 
 
 def test_only_the_first_block_counts() -> None:
-    text = block(EMPTY_CALL) + block(call(name="g"))
-    assert [found.name for found in parse_reply(text, thinking=False).calls] == ["f"]
+    assert parse(block(EMPTY_CALL) + block(call(name="g"))).calls == [("f", "{}")]
 
 
 def test_blank_space_between_tags_does_not_matter() -> None:
     text = block('\n <invoke  name="f" >\n\n', parameter("a", " x\n"), " </invoke>\t")
-    assert parse_reply(text, thinking=False).calls == (ToolCall("f", '{"a":" x\\n"}'),)
+    assert parse(text).calls == [("f", '{"a":" x\\n"}')]
 
 
 @pytest.mark.parametrize("string", ["true", None, "yes"])
 def test_strings_are_decoded_once(string: str | None) -> None:
-    body = 'a &amp;&lt;&gt;&quot;&apos; &amp;lt; &nbsp; &#60; && " é'
+    body = ' a &amp;&lt;&gt;&quot;&apos; &amp;lt; &nbsp; &#60; && " é &quo'
     assert (
-        arguments(parameter("a", body, string)) == '{"a":"a &<>\\"\' &lt; &nbsp; &#60; && \\" é"}'
+        arguments(parameter("a", body, string))
+        == '{"a":" a &<>\\"\' &lt; &nbsp; &#60; && \\" é &quo"}'
     )
 
 
 def test_names_are_decoded() -> None:
-    reply = parse_reply(block(call(parameter("&lt;&quot;", "x"), name="a&amp;b")), thinking=False)
-    assert reply.calls == (ToolCall("a&b", '{"<\\"":"x"}'),)
+    reading = parse(block(call(parameter("&lt;&quot;", "x"), name="a&amp;b")))
+    assert reading.calls == [("a&b", '{"<\\"":"x"}')]
 
 
 @pytest.mark.parametrize(
@@ -163,9 +170,10 @@ def test_other_values_are_the_models_json_without_blanks(body: str, value: str) 
     assert arguments(parameter("a", body, "false")) == f'{{"a":{value}}}'
 
 
-@pytest.mark.parametrize("body", ["x", "{", "1 2", '1,"b":2', "nan", "'a'", "[" * 9999])
-def test_a_value_that_is_no_json_empties_the_arguments(body: str) -> None:
-    assert arguments(parameter("z", "kept?"), parameter("a", body, "false")) == "{}"
+@pytest.mark.parametrize("body", ["x", "{", "1 2", '1,"b":2', "nan", "'a'", " &lt;", "[" * 9999])
+def test_a_value_that_is_no_json_is_passed_on_as_text(body: str) -> None:
+    got = arguments(parameter("z", "kept"), parameter("a", body, "false"))
+    assert json.loads(got) == {"z": "kept", "a": body.replace("&lt;", "<")}
 
 
 def test_members_keep_the_models_order() -> None:
@@ -179,160 +187,201 @@ def test_nested_parameters_are_objects(string: str | None) -> None:
     assert got == '{"a":{"b":"x","c":{"d":1}},"e":"y"}'
 
 
-def test_nested_parameters_that_are_no_json_empty_the_arguments_too() -> None:
-    assert arguments(parameter("a", parameter("b", "x", "false"), None)) == "{}"
-
-
 def test_what_is_said_to_be_a_string_is_one_whatever_it_looks_like() -> None:
     text = block(call('<parameter name="a" string="true"><parameter name="b">x</parameter>'))
-    calls = parse_reply(text, thinking=False).calls
-    assert calls == (ToolCall("f", '{"a":"<parameter name=\\"b\\">x"}'),)
+    assert parse(text).calls == [("f", '{"a":"<parameter name=\\"b\\">x"}')]
+
+
+def test_a_string_may_spell_the_tags_of_blocks() -> None:
+    body = f"{block(EMPTY_CALL)}</tool_calls>"
+    assert json.loads(arguments(parameter("a", body))) == {"a": body}
 
 
 def test_deep_nesting_is_refused() -> None:
     deep = '<parameter name="a">' * 10_000 + "</parameter>" * 10_000
-    assert parse_reply(block(call(deep)), thinking=False).malformed
+    assert read([block(call(deep))], DSML).malformed
 
 
 @pytest.mark.parametrize(
-    "inner",
+    ("inner", "broken"),
     [
-        "",
-        "x" + EMPTY_CALL,
-        EMPTY_CALL + "x",
-        call("x"),
-        "<invoke></invoke>",
-        "<invoke name=f></invoke>",
-        call('<parameter string="true">x</parameter>'),
-        call(parameter("a", "1", "false") + "x"),
-        '<invoke name="f"><parameter name="a">x</invoke>',
+        ("", None),
+        ("x" + EMPTY_CALL, None),
+        ("<invoke></invoke>", None),
+        ("<invoke name=f></invoke>", None),
+        ("<" + "x" * 5000 + ">", None),
+        (call("x"), ("f", "")),
+        (call('<parameter string="true">x</parameter>'), ("f", "")),
+        (call(parameter("a", "1", "false") + "x"), ("f", '{"a":1')),
     ],
 )
-def test_a_block_that_can_not_be_read_is_content_and_is_told(inner: str) -> None:
+def test_a_block_that_can_not_be_read_is_no_content_and_is_told(
+    inner: str, broken: tuple[str, str] | None
+) -> None:
     text = f"ok {block(inner)}"
-    assert parse_reply(text, thinking=False) == ParsedReply(text, malformed=True)
+    reading = parse(text + "and more")
+    assert (reading.content, reading.calls, reading.broken) == ("ok", [], broken)
+    assert (reading.malformed, reading.called, reading.complete) == (True, False, True)
+    assert (reading.raw_block, reading.block) == (text.removeprefix("ok"), "")
+    assert reading == parse(text, ended=False)
 
 
-BROKEN = block(call(parameter("a", "x")), style=Marker.DSML)
+def test_calls_before_what_can_not_be_read_are_whole() -> None:
+    reading = parse(block(EMPTY_CALL + "x"))
+    assert (reading.calls, reading.malformed, reading.called) == ([("f", "{}")], True, False)
+
+
+def test_a_block_whose_string_is_not_closed_is_told_when_the_model_ends() -> None:
+    text = block('<invoke name="f"><parameter name="a">x</invoke>')
+    assert parse(text).malformed
+    assert parse(text + "\n").malformed
+    reading = parse(text, ended=False)
+    assert (reading.malformed, reading.complete) == (False, False)
+
+
+BROKEN = block(call(parameter("a", "x")), style=D)
 
 
 @pytest.mark.parametrize("n_tags", [1, 2, 3])
 def test_a_block_that_broke_off_is_closed(n_tags: int) -> None:
-    cut = BROKEN
+    text = BROKEN
     for _ in range(n_tags):
-        cut = cut[: cut.rindex("</")]
-    reply = parse_reply(cut, thinking=False)
-    assert reply.calls == (ToolCall("f", '{"a":"x"}'),)
-    assert parse_reply(reply.block, thinking=False, repair=False) == parse_reply(
-        cut, thinking=False
-    )
-    assert parse_reply(cut, thinking=False, repair=False) == ParsedReply(cut, malformed=True)
+        text = text[: text.rindex("</")]
+    reading = parse(text)
+    assert (reading.calls, reading.called) == ([("f", '{"a":"x"}')], True)
+    assert parse(reading.block, ended=False).calls == reading.calls
+    assert reading.block.startswith(text)
+
+
+@pytest.mark.parametrize("n_tags", [1, 2, 3])
+def test_what_a_limit_cut_off_is_not_closed(n_tags: int) -> None:
+    text = BROKEN
+    for _ in range(n_tags):
+        text = text[: text.rindex("</")]
+    reading = parse(f"so\n{text}", ended=False)
+    assert (reading.content, reading.called, reading.malformed) == ("so", False, False)
+    assert (reading.block, reading.raw_block) == ("", f"\n{text}")
+    if n_tags > 1:
+        assert reading.broken is not None
 
 
 def test_a_block_is_repaired_wherever_it_broke_off_behind_its_first_value() -> None:
     for n_kept in range(BROKEN.index("x") + 1, len(BROKEN)):
-        reply = parse_reply(BROKEN[:n_kept], thinking=False)
-        assert reply.calls == (ToolCall("f", '{"a":"x"}'),), BROKEN[:n_kept]
+        reading = parse(BROKEN[:n_kept])
+        assert reading.calls == [("f", '{"a":"x"}')], BROKEN[:n_kept]
 
 
 def test_repair_adds_no_value_to_what_broke_off_before_one() -> None:
     for n_kept in range(len(f"<{D}tool_calls>"), BROKEN.index("x")):
-        reply = parse_reply(BROKEN[:n_kept], thinking=False)
-        assert reply.malformed or reply.calls in (
-            (ToolCall("f", "{}"),),
-            (ToolCall("f", '{"a":""}'),),
-        )
+        reading = parse(BROKEN[:n_kept])
+        assert reading.malformed or reading.calls in ([("f", "{}")], [("f", '{"a":""}')])
 
 
 def test_nested_parameters_that_broke_off_are_closed() -> None:
-    cut = '<tool_calls><invoke name="f"><parameter name="a"><parameter name="b">x'
-    assert parse_reply(cut, thinking=False).calls == (ToolCall("f", '{"a":{"b":"x"}}'),)
+    text = '<tool_calls><invoke name="f"><parameter name="a"><parameter name="b">x'
+    assert parse(text).calls == [("f", '{"a":{"b":"x"}}')]
 
 
 @pytest.mark.parametrize("text", ["", "no call", "</tool_calls>", "<tool_calls", "< tool_calls>"])
 def test_text_without_a_block_is_content(text: str) -> None:
-    assert parse_reply(text, thinking=False) == ParsedReply(text)
+    assert parse(text) == Reading(content=text)
 
 
-def test_reasoning_that_does_not_end_is_all_there_is() -> None:
-    text = "hm " + block(EMPTY_CALL)
-    assert parse_reply(text, thinking=True) == ParsedReply("", text)
+def test_a_string_is_passed_on_as_it_comes_and_a_header_with_its_tag() -> None:
+    reply = ReplySplitter(thinking=False, calls=DSML)
+    tag = f'<{D}parameter name="a" string="true">'
+    tokens = [
+        f'<{D}tool_calls>\n<{D}invoke name="f">',
+        tag,
+        "O",
+        "s",
+        "&",
+        "lt",
+        ";",
+        "<",
+        "x",
+        "</",
+    ]
+    tokens += [D, "parameter", ">", f"</{D}invoke>", f"</{D}tool_calls>"]
+    told = ["".join(getattr(part, "text", ".") for part in reply.push(t)) for t in tokens]
+    assert told == [
+        *(".", '{"a":"', "O", "s", "", "", "<", "", "<x", "", "", "", '"', "}.", ""),
+    ]
 
 
-def test_calls_count_only_behind_the_last_closing_tag() -> None:
-    told = block(EMPTY_CALL)
-    reply = parse_reply(f"hm {told}{THINK_END}ok {told}", thinking=True)
-    assert (reply.reasoning, reply.content, len(reply.calls)) == (f"hm {told}", "ok", 1)
-    for answer in (f"a{told}{THINK_END}b", f"a{THINK_END}{told}{THINK_END}b"):
-        assert parse_reply(f"hm{THINK_END}{answer}", thinking=True) == ParsedReply(answer, "hm")
-
-
-def test_without_thinking_the_closing_tag_is_text() -> None:
-    reply = parse_reply(f"{block(EMPTY_CALL)}{THINK_END}", thinking=False)
-    assert len(reply.calls) == 1
+def test_only_the_words_of_the_model_are_free() -> None:
+    reply, free = ReplySplitter(thinking=False, calls=DSML), ""
+    inner = call(parameter("a", "xy"), parameter("b", '[1,"\\\\z\\"y"]', "false"))
+    text = "ok" + block(inner, style=D)
+    for character in text:
+        free += " " if reply.structural else character
+        reply.push(character)
+    assert not reply.structural
+    opening = text.index("<invoke".replace("<", f"<{D}"))
+    assert free[:opening] == text[:opening].rstrip("\n") + " "
+    assert free[opening:].split() == ["xy</\uff5c", '\\\\z\\"y"']
 
 
 def test_long_hostile_texts_take_no_more_than_linear_time() -> None:
+    """Quadratic time would be minutes."""
+    n = 100_000
     for text in (
-        "<tool_calls>" * 20_000,
-        "<tool_calls><invoke" + " " * 200_000,
-        "<tool_calls>" + '<invoke name="f"' * 20_000,
-        block(call(*['<parameter name="a" string="true">x' * 20_000])),
-        block(call(*[parameter("a", "x")] * 5_000)),
-        "<" * 200_000,
+        "<tool_calls>" * (n // 10),
+        "<tool_calls><invoke" + " " * n,
+        "<tool_calls>" + " " * n,
+        "<tool_calls>" + '<invoke name="f"' * (n // 10),
+        block(call(*['<parameter name="a" string="true">x' * (n // 30)])),
+        block(call(*[parameter("a", "x")] * (n // 50))),
+        block(call(parameter("a", "\\" * n, "false"))),
+        block(call(parameter("a", "&" * n))),
+        block(call(parameter("a", "</" * (n // 2)))),
+        block(call(parameter("a", " " * n, None))),
+        "<" * n,
     ):
-        reply = parse_reply(text, thinking=False)
-        assert reply.malformed or reply.calls or reply.content == text
+        pieces = cut(text, range(0, len(text), 50))
+        assert read(pieces, DSML, ended=False) == read([text], DSML, ended=False)
 
 
 TAGS = [
     *(f"<{D}tool_calls>", "<tool_calls>", f"</{D}tool_calls>", "</tool_calls>"),
-    *('<invoke name="f">', "</invoke>", '<parameter name="a">', "</parameter>", THINK_END),
+    *('<invoke name="f">', "</invoke>", '<parameter name="a">', "</parameter>", "</think>"),
+    *('<parameter name="b" string="false">', '<parameter name="c" string="true">'),
 ]
-REPLIES = st.lists(st.sampled_from([*TAGS, *f" \n<{Marker.DSML}t&x"]), max_size=14).map("".join)
+REPLIES = st.lists(st.sampled_from([*TAGS, *f" \n<{D}t&x1"]), max_size=14).map("".join) | st.lists(
+    st.sampled_from([*TAGS[4:], *' "&1x\n']), max_size=14
+).map(lambda inner: "<tool_calls>" + "".join(inner) + "</invoke></tool_calls>")
 
 
-@given(REPLIES, st.booleans(), st.booleans())
-def test_any_text_gives_a_reply(text: str, thinking: bool, repair: bool) -> None:
-    reply = parse_reply(text, thinking=thinking, repair=repair)
-    for found in reply.calls:
-        assert isinstance(json.loads(found.arguments), dict)
-    if not repair:
-        shown = reply.content + reply.block
-        whole = reply.reasoning + THINK_END * (thinking and THINK_END in text) + shown
-        assert text.startswith(whole) if reply.calls else text == whole
+@given(REPLIES, CUTS, st.booleans())
+def test_any_cut_of_any_text_gives_the_same_and_loses_nothing(
+    text: str, cuts: list[int], ended: bool
+) -> None:
+    reading = read([text], DSML, ended=ended)
+    assert read(cut(text, cuts), DSML, ended=ended) == reading
+    shown = reading.content + reading.raw_block
+    assert text.startswith(shown) if reading.complete else text == shown
+    if reading.called:
+        assert reading.block.startswith(reading.raw_block)
+        assert reading.block == reading.raw_block or ended
 
 
-@given(REPLIES, st.lists(st.integers(0, 60), max_size=8))
-def test_any_cut_of_an_answer_gives_its_content(text: str, cuts: list[int]) -> None:
-    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    splitter, content = CallSplitter(), ""
-    beginnings = [
-        text.find(tag) for tag in ("<tool_calls>", *TAGS[:1], f"<{Marker.DSML[1:]}tool_calls>")
-    ]
-    begin = min((n for n in beginnings if n >= 0), default=None)
-    expected = text if begin is None else text[:begin].rstrip()
-    for start, end in pairwise(bounds):
-        content += splitter.push(text[start:end])
-        assert expected.startswith(content)
-    assert content + splitter.finish() == expected
-    style = None if begin is None else text[begin + 1 :].partition("tool_calls>")[0]
-    closed = style is not None and f"</{style}tool_calls>" in text[begin:]
-    assert splitter.complete == closed
+@given(REPLIES, CUTS)
+@example(
+    '<tool_calls><invoke name="f"><parameter name="a">\n<x</parameter></invoke></tool_calls>', []
+)
+def test_the_stream_calls_what_the_whole_answer_says(text: str, cuts: list[int]) -> None:
+    reading = read(cut(text, cuts), DSML, ended=False)
+    try:
+        content, calls, block_ = content_and_calls(text)
+    except OracleError:
+        assert not reading.called
+    else:
+        assert (reading.content, reading.calls, reading.block) == (content, calls, block_)
+        assert reading.called == bool(calls)
 
 
-def test_an_answer_is_held_back_only_where_a_block_may_begin() -> None:
-    splitter = CallSplitter()
-    returned = [splitter.push(piece) for piece in ("a ", "b\n\n", "<", "tool", "_x <b", "> ")]
-    assert returned == ["a", " b", "", "", "\n\n<tool_x <b", ">"]
-    assert splitter.finish() == " "
-
-
-def test_the_end_of_the_block_is_told_at_its_last_character() -> None:
-    text = block(EMPTY_CALL, style=Marker.DSML)
-    splitter = CallSplitter()
-    told = []
-    for character in f"ok\n\n{text}":
-        splitter.push(character)
-        told.append(splitter.complete)
-    assert told.index(True) == len(told) - 1
+def test_the_blocks_of_a_prompt_are_found_with_their_white_space() -> None:
+    blocks = ["\n\n" + block(EMPTY_CALL, style=D), block(call(name="g"))]
+    prompt = f"a </tool_calls>{blocks[0]}b{D}<tool_calls>{blocks[1]}c<{D}tool_calls>"
+    assert blocks_in(prompt) == blocks
+    assert blocks_in("") == []
