@@ -15,6 +15,7 @@ from typing import Protocol
 
 from ds4py.contracts import Cancelled, Progress, Session
 from ds4py.errors import CancelledError, CapacityError
+from ds4py.generation.choice import Choice, TokenLogprobs
 from ds4py.generation.sampling import F32
 
 
@@ -43,9 +44,15 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One sampled token that belongs to the reply."""
+    """One token that belongs to the reply.
+
+    Args:
+        id: Token id.
+        logprobs: How probable the model found it, if the sampler was asked for that.
+    """
 
     id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,8 @@ class Finished:
         reason: Why it ended.
         n_tokens: Tokens of the reply, the end token not counted.
         seconds: Time from the end of the prompt.
-        eos_id: The end token that was sampled; None for another reason.
+        eos_id: The end token that was sampled; None for another reason, and for a reply that its
+            grammar completed.
     """
 
     reason: FinishReason
@@ -68,18 +76,18 @@ class Finished:
 Step = Prefilled | Token | Finished
 
 
-class Picker(Protocol):
-    """Chooses tokens; `ds4py.generation.sampling.Sampler` is one."""
+class Chooser(Protocol):
+    """Chooses tokens: a `sampling.Sampler`, or a `steering.SteeredSampler` around one."""
 
-    def pick(self, logits: F32) -> int:
-        """Return the id of the next token for logits `f32[V]`."""
+    def choose(self, logits: F32) -> Choice:
+        """Return the next token for logits `f32[V]`, which are only read."""
 
 
 def generate(
     session: Session,
     prompt: Sequence[int],
     *,
-    sampler: Picker,
+    sampler: Chooser,
     eos_ids: Collection[int],
     max_tokens: int | None = None,
     progress: Progress | None = None,
@@ -103,6 +111,7 @@ def generate(
 
     Raises:
         CapacityError: The prompt leaves no room for a token; nothing was changed.
+        RequestError: The sampler can not go on under its grammar.
         Ds4Error: What `Session.sync` and `Session.eval` raise, but for `CancelledError`, which
             becomes `Finished`.
     """
@@ -127,7 +136,7 @@ def generate(
 def _reply(
     session: Session,
     logits: F32,
-    sampler: Picker,
+    sampler: Chooser,
     eos_ids: frozenset[int],
     budget: int,
     cancelled: Cancelled | None,
@@ -137,14 +146,17 @@ def _reply(
         if cancelled is not None and cancelled():
             yield Finished(FinishReason.CANCELLED, n_tokens, seconds())
             return
-        token = sampler.pick(logits)
-        if token in eos_ids:
-            yield Finished(FinishReason.STOP, n_tokens, seconds(), eos_id=token)
+        choice = sampler.choose(logits)
+        if choice.id in eos_ids:
+            yield Finished(FinishReason.STOP, n_tokens, seconds(), eos_id=choice.id)
             return
-        yield Token(token)
+        yield Token(choice.id, choice.logprobs)
+        if choice.final:
+            yield Finished(FinishReason.STOP, n_tokens + 1, seconds())
+            return
         if n_tokens + 1 < budget:
             try:
-                logits = session.eval(token)
+                logits = session.eval(choice.id)
             except CancelledError:
                 yield Finished(FinishReason.CANCELLED, n_tokens + 1, seconds())
                 return

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ds4py.config import SamplingParams
 from ds4py.errors import ModelError
+from ds4py.generation.choice import Choice
 
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
@@ -74,6 +75,10 @@ class Sampler:
         """The generator's 64-bit state; each sampled token uses one number, a greedy one none."""
         return self._random.state
 
+    def choose(self, logits: F32) -> Choice:
+        """Return `pick`, as the token loop wants it."""
+        return Choice(self.pick(logits))
+
     def pick(self, logits: F32) -> int:
         """Return the id of the next token.
 
@@ -103,7 +108,7 @@ class Sampler:
         with np.errstate(over="ignore", under="ignore"):
             weights = np.exp((logits - logits[best]) / self._temperature)
         if self._top_k > 0:
-            order = _largest(logits, self._top_k)[: self._top_k]
+            order = largest(logits, self._top_k)[: self._top_k]
             return self._pick_ranked(order, weights[order], _running_sum(weights[order])[-1])
         if self._top_p < 1:
             return self._pick_nucleus(logits, weights)
@@ -116,7 +121,7 @@ class Sampler:
         total = _running_sum(weights)[-1]
         n_ranked = _FIRST_CANDIDATES
         while True:
-            order = _largest(logits, n_ranked)
+            order = largest(logits, n_ranked)
             n_taken = self._count_taken(weights[order], total)
             if n_taken < len(order) or len(order) == len(logits):
                 order = order[:n_taken]
@@ -161,8 +166,13 @@ def _running_sum(values: F32) -> F32:
     return np.add.accumulate(values, dtype=np.float32)
 
 
-def _largest(logits: F32, count: int) -> Ids:
-    """Return at least the `count` largest, best first, equal ones by id; possibly a few more."""
+def largest(logits: F32, count: int) -> Ids:
+    """Return the places of the `count` largest, best first, equal ones by place.
+
+    Args:
+        logits: Without NaN.
+        count: At least 1. Ties may add a few more.
+    """
     if count >= len(logits):
         candidates = np.arange(len(logits))
     else:

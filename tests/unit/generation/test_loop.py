@@ -1,16 +1,21 @@
 """The token loop: budget, end tokens, cancelling, and nothing evaluated in vain."""
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.config import SamplingParams
-from ds4py.errors import CancelledError, CapacityError, RemoteWorkError
+from ds4py.errors import CancelledError, CapacityError, RemoteWorkError, RequestError
+from ds4py.generation.grammar import Constraint, GrammarKind, GrammarSource
+from ds4py.generation.logprobs import top_logprobs
 from ds4py.generation.loop import Finished, FinishReason, Prefilled, Step, Token, generate
 from ds4py.generation.sampling import Sampler
-from tests.fakes import FakeSession, greedy_tokens
+from ds4py.generation.steering import Controls, SteeredSampler
+from tests.fakes import FakeSession, fake_logits, greedy_tokens
+from tests.unit.generation.toys import EOS, MARK, N_VOCAB, Toy
 
 PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(temperature=0)
@@ -158,3 +163,66 @@ def test_a_seed_repeats_a_sampled_reply() -> None:
     replies = [ids(run(FakeSession(), sampler=Sampler(params), max_tokens=20)) for _ in range(2)]
     assert replies[0] == replies[1]
     assert replies[0] != greedy_tokens(PROMPT, 20)
+
+
+def steered(**controls: object) -> SteeredSampler:
+    return SteeredSampler(Sampler(GREEDY), Controls(**controls))  # type: ignore[arg-type]
+
+
+def choice(*texts: str, started: bool = True) -> Constraint:
+    constraint = GrammarSource(Toy()).compile(GrammarKind.CHOICE, json.dumps(texts))
+    if started:
+        constraint.start()
+    return constraint
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_a_text_that_its_grammar_completed_ends_without_another_evaluation(max_tokens: int) -> None:
+    session = FakeSession(n_vocab=N_VOCAB)
+    steps = run(session, sampler=steered(constraint=choice("x", "y")), max_tokens=max_tokens)
+    assert ids(steps) in ([ord("x")], [ord("y")])
+    assert (finish(steps).reason, finish(steps).n_tokens) == (FinishReason.STOP, 1)
+    assert finish(steps).eos_id is None
+    assert session.evaluated == PROMPT
+
+
+def test_an_end_token_ends_a_text_that_its_grammar_could_extend() -> None:
+    session = FakeSession(n_vocab=N_VOCAB, script=[ord("x"), EOS])
+    steps = run(session, sampler=steered(constraint=choice("x", "xy")), eos_ids={EOS})
+    assert ids(steps) == [ord("x")]
+    assert (finish(steps).reason, finish(steps).eos_id) == (FinishReason.STOP, EOS)
+
+
+def test_a_text_that_can_not_go_on_ends_with_an_error_behind_its_tokens() -> None:
+    session = FakeSession(n_vocab=ord("y"))  # no logit for what must come
+    events = generate(session, PROMPT, sampler=steered(constraint=choice("xy", "xz")), eos_ids=())
+    assert [type(next(events)) for _ in range(2)] == [Prefilled, Token]
+    with pytest.raises(RequestError, match="no token of the model can continue"):
+        next(events)
+
+
+def test_tokens_carry_the_log_probabilities_that_were_asked_for() -> None:
+    steps = run(FakeSession(), sampler=steered(n_logprobs=3), max_tokens=2)
+    first, second = (step for step in steps if isinstance(step, Token))
+    assert first.logprobs == top_logprobs(fake_logits(PROMPT), first.id, 3)
+    assert second.logprobs == top_logprobs(fake_logits([*PROMPT, first.id]), second.id, 3)
+    assert first.logprobs.ranked[0] == (first.id, first.logprobs.chosen)
+
+
+def test_reasoning_can_be_closed_by_force_and_the_answer_constrained_from_there() -> None:
+    """What a server does for a thinking budget of two tokens and a schema."""
+    session = FakeSession(n_vocab=N_VOCAB, script=[ord("h"), ord("m"), ord("!")])
+    constraint = choice("yes", started=False)
+    orders: list[tuple[int, ...]] = []
+    sampler = steered(constraint=constraint, forced=lambda: orders.pop() if orders else ())
+    said: list[int] = []
+    for step in generate(session, PROMPT, sampler=sampler, eos_ids={EOS}):
+        if isinstance(step, Token):
+            said.append(step.id)
+            if len(said) == 2:
+                orders.append((ord("."), MARK))
+            if step.id == MARK:
+                constraint.start()
+    assert said[:4] == [*b"hm.", MARK]
+    assert Toy().text(said[4:]) == b"yes"
+    assert session.evaluated == [*PROMPT, *said[:-1]]
