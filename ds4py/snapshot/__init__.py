@@ -1,35 +1,56 @@
-"""Saved sessions as bytes: ds4's `DSV4` and `DSVL` payloads (docs/spec/deepseek4-model.md 9).
+"""Saved sessions as bytes: ds4's `DSV4` and `DSVL` payloads, and ours for other models.
 
 Owns: what a payload holds and how it is cut by layers. Refuses to know: files, peers, devices, how
 a model computes.
 
-Reading order: `layout` (sizes), `header` (the leading words and their checks), `payload` (values,
-reading and writing, join and split).
+Reading order: `binary` (words and arrays), `whole` (a session as a value); ds4's form
+(docs/spec/deepseek4-model.md 9): `layout` (sizes), `header` (its words and their checks), `payload`
+(reading, writing); our form (docs/spec/kv-payload.md): `plain`; `forms` (either).
 """
 
+from ds4py.snapshot.forms import (
+    SavedShard,
+    SavedSizes,
+    read_shard,
+    read_whole,
+    shard_sizes,
+    write_shard,
+    write_whole,
+)
 from ds4py.snapshot.layout import CacheSizes, Capacities
 from ds4py.snapshot.payload import (
     Shard,
-    Whole,
-    join,
     read_dsv4,
     read_dsvl,
     shard_bytes,
-    split,
     write_dsv4,
     write_dsvl,
 )
+from ds4py.snapshot.plain import KV_KINDS, KvKind, PlainLayer, PlainShard, PlainSizes
+from ds4py.snapshot.whole import Whole, join, split
 
 __all__ = [
+    "KV_KINDS",
     "CacheSizes",
     "Capacities",
+    "KvKind",
+    "PlainLayer",
+    "PlainShard",
+    "PlainSizes",
+    "SavedShard",
+    "SavedSizes",
     "Shard",
     "Whole",
     "join",
     "read_dsv4",
     "read_dsvl",
+    "read_shard",
+    "read_whole",
     "shard_bytes",
+    "shard_sizes",
     "split",
     "write_dsv4",
     "write_dsvl",
+    "write_shard",
+    "write_whole",
 ]

@@ -1,9 +1,8 @@
-"""A session's cache as a value, and its two forms as bytes.
+"""The cache of a DeepSeek V4 session as a value, and ds4's two payloads of it.
 
-Owns: `Shard`, `Whole`, their reading and writing, cutting and joining by layers. Refuses to know:
-who sends a payload and where it is kept. Invariant: a value that exists has exactly the tensors
-that its tokens and its model call for, and no byte of a body is read before the body's size is
-known to be right.
+Owns: `Shard`, reading and writing of `DSV4` and `DSVL`. Refuses to know: who sends a payload and
+where it is kept. Invariant: a value that exists has exactly the tensors that its tokens and its
+model call for, and no byte of a body is read before the body's size is known to be right.
 
 Reading copies nothing but the rare state whose empty slots are minus infinity; writing copies
 nothing. Values are float32, little-endian.
@@ -11,25 +10,27 @@ nothing. Values are float32, little-endian.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ds4py.errors import SnapshotError
-from ds4py.snapshot.header import SHARD, WHOLE, Form, Header
+from ds4py.snapshot.binary import (
+    DAMAGED,
+    F32,
+    F32_LE,
+    OTHER_MODEL,
+    U32_LE,
+    WORD,
+    Body,
+    Buffer,
+    as_bytes,
+)
+from ds4py.snapshot.header import SHARD, WHOLE, capacities, check, shared_words
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES, CacheSizes, Capacities
+from ds4py.snapshot.whole import Whole
 from ds4py.spans import LayerSpan
-
-F32 = npt.NDArray[np.float32]
-U32 = npt.NDArray[np.uint32]
-Buffer = bytes | bytearray | memoryview
-
-_F32: Final = np.dtype("<f4")
-_U32: Final = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,37 +69,20 @@ class Shard:
                     f"expected {expected} after {self.n_tokens} tokens"
                 )
 
+    @property
+    def common(self) -> Sequence[tuple[str, object]]:
+        """What the parts of one session have in common.
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Whole:
-    """All of a session.
-
-    Args:
-        tokens: Ids of the evaluated tokens, uint32 `[n]`; not owned.
-        logits: After the last token, float32 `[V]`; not owned.
-        cache: Of all layers.
-
-    Raises:
-        SnapshotError: The parts do not belong together.
-    """
-
-    tokens: U32
-    logits: F32
-    cache: Shard
-
-    def __post_init__(self) -> None:
-        sizes = self.cache.sizes
-        _agree("saved session", "layers", len(self.cache.layers), sizes.n_layers)
-        _agree("saved session", "token ids", self.tokens.shape, (self.cache.n_tokens,))
-        _agree("saved session", "logits", self.logits.shape, (sizes.n_vocab,))
-        if (largest := int(self.tokens.max())) >= sizes.n_vocab:
-            raise SnapshotError(
-                f"saved session: token id {largest}, expected 0 to {sizes.n_vocab - 1}; "
-                "load it with the model that saved it"
-            )
+        Not `prefill_cap` and `raw_cap`, which say nothing about the tensors.
+        """
+        return (
+            ("model", self.sizes),
+            ("tokens", self.n_tokens),
+            ("ctx", self.capacities.n_ctx),
+        )
 
 
-def read_dsv4(raw: Buffer, sizes: CacheSizes, *, n_ctx: int) -> Whole:
+def read_dsv4(raw: Buffer, sizes: CacheSizes, *, n_ctx: int) -> Whole[Shard]:
     """Read a whole session.
 
     Args:
@@ -111,15 +95,14 @@ def read_dsv4(raw: Buffer, sizes: CacheSizes, *, n_ctx: int) -> Whole:
     """
     view = memoryview(raw).cast("B")
     header = WHOLE.read(view)
-    header.expect("vocab", sizes.n_vocab, "load it with the model that saved it")
-    header.check(sizes, n_ctx)
-    span = LayerSpan(0, sizes.n_layers - 1)
-    before = _U32.itemsize * header.n_tokens + _F32.itemsize * sizes.n_vocab
-    body = _Body(view, WHOLE, before + sizes.span_bytes(span, header.n_tokens))
+    header.expect("vocab", sizes.n_vocab, OTHER_MODEL)
+    n_tokens = check(header, sizes, n_ctx)
+    span, body = LayerSpan(0, sizes.n_layers - 1), Body(view, WHOLE)
+    body.expect(WORD * (n_tokens + sizes.n_vocab) + sizes.span_bytes(span, n_tokens))
     return Whole(
-        tokens=body.take(_U32, header.n_tokens),
-        logits=body.take(_F32, sizes.n_vocab),
-        cache=_read_layers(body, header, sizes, span),
+        tokens=body.take(U32_LE, n_tokens),
+        logits=body.take(F32_LE, sizes.n_vocab),
+        cache=_read_layers(body, capacities(header), sizes, span, n_tokens),
     )
 
 
@@ -141,12 +124,13 @@ def read_dsvl(
     """
     view = memoryview(raw).cast("B")
     header = SHARD.read(view)
-    header.check(sizes, n_ctx)
+    check(header, sizes, n_ctx)
     header.expect("tokens", n_tokens, "it belongs to another session")
     header.expect("first layer", span.start, f"ask for layers {span}")
     header.expect("last layer", span.end, f"ask for layers {span}")
-    body = _Body(view, SHARD, sizes.span_bytes(span, n_tokens))
-    return _read_layers(body, header, sizes, span)
+    body = Body(view, SHARD)
+    body.expect(sizes.span_bytes(span, n_tokens))
+    return _read_layers(body, capacities(header), sizes, span, n_tokens)
 
 
 def shard_bytes(sizes: CacheSizes, span: LayerSpan, n_tokens: int) -> int:
@@ -154,118 +138,50 @@ def shard_bytes(sizes: CacheSizes, span: LayerSpan, n_tokens: int) -> int:
     return SHARD.n_bytes + sizes.span_bytes(span, n_tokens)
 
 
-def write_dsv4(whole: Whole) -> list[memoryview]:
+def write_dsv4(whole: Whole[Shard]) -> list[memoryview]:
     """Return the pieces of a `DSV4` payload: views into the session's own tensors."""
     cache = whole.cache
-    live = len(cache.layers[0][0])
-    header = WHOLE.write(cache.sizes, cache.capacities, cache.n_tokens, cache.sizes.n_vocab, live)
-    pieces = [_bytes(whole.tokens, _U32), _bytes(whole.logits, _F32)]
+    words = shared_words(cache.sizes, cache.capacities, cache.n_tokens)
+    header = WHOLE.write(*words, cache.sizes.n_vocab, len(cache.layers[0][0]))
+    pieces = [as_bytes(whole.tokens, U32_LE), as_bytes(whole.logits, F32_LE)]
     return [memoryview(header), *pieces, *_write_layers(cache)]
 
 
 def write_dsvl(shard: Shard) -> list[memoryview]:
     """Return the pieces of a `DSVL` payload: views into the shard's own tensors."""
-    span, live = shard.span, len(shard.layers[0][0])
-    header = SHARD.write(shard.sizes, shard.capacities, shard.n_tokens, span.start, span.end, live)
+    words = shared_words(shard.sizes, shard.capacities, shard.n_tokens)
+    header = SHARD.write(*words, shard.span.start, shard.span.end, len(shard.layers[0][0]))
     return [memoryview(header), *_write_layers(shard)]
 
 
-def split(whole: Whole, span: LayerSpan) -> Shard:
-    """Return some layers of a session, sharing its tensors."""
-    cache = whole.cache
-    return Shard(
-        sizes=cache.sizes,
-        span=span,
-        capacities=cache.capacities,
-        n_tokens=cache.n_tokens,
-        layers=cache.layers[span.start : span.end + 1],
-    )
-
-
-def join(shards: Sequence[Shard], tokens: Sequence[int] | U32, logits: F32) -> Whole:
-    """Return the session that some shards make up, sharing their tensors.
-
-    The writers may differ in `prefill_cap` and `raw_cap`, which say nothing about the tensors; the
-    session takes those of the first.
-
-    Args:
-        shards: In layer order.
-        tokens: Ids of the evaluated tokens.
-        logits: After the last token, float32 `[V]`.
-
-    Raises:
-        SnapshotError: Layers are missing or there twice, or the shards are of different sessions.
-    """
-    first, next_layer = shards[0], 0
-    for shard in shards:
-        subject = f"shard of layers {shard.span}"
-        _agree(subject, "first layer", shard.span.start, next_layer)
-        _agree(subject, "model", shard.sizes, first.sizes)
-        _agree(subject, "tokens", shard.n_tokens, first.n_tokens)
-        _agree(subject, "ctx", shard.capacities.n_ctx, first.capacities.n_ctx)
-        next_layer = shard.span.end + 1
-    return Whole(
-        tokens=np.asarray(tokens, _U32),
-        logits=logits,
-        cache=Shard(
-            sizes=first.sizes,
-            span=LayerSpan(0, next_layer - 1),
-            capacities=first.capacities,
-            n_tokens=first.n_tokens,
-            layers=[layer for shard in shards for layer in shard.layers],
-        ),
-    )
-
-
-class _Body:
-    """What follows a header, taken from front to back.
-
-    Raises:
-        SnapshotError: It has not exactly `n_bytes`.
-    """
-
-    def __init__(self, raw: memoryview, form: Form, n_bytes: int):
-        if len(raw) != form.n_bytes + n_bytes:
-            raise SnapshotError(
-                f"{form.name} payload: {len(raw)} bytes, expected {form.n_bytes + n_bytes}; "
-                "it was cut short or something follows it: save the session again"
-            )
-        self._raw = raw
-        self.at = form.n_bytes
-
-    def take(self, dtype: np.dtype[Any], *shape: int) -> npt.NDArray[Any]:
-        """Return a view of the next values."""
-        array = np.frombuffer(self._raw, dtype, math.prod(shape), self.at).reshape(shape)
-        self.at += array.nbytes
-        return array
-
-
-def _read_layers(body: _Body, header: Header, sizes: CacheSizes, span: LayerSpan) -> Shard:
-    _check_counts(body, sizes, span, header.n_tokens)
+def _read_layers(
+    body: Body, caps: Capacities, sizes: CacheSizes, span: LayerSpan, n_tokens: int
+) -> Shard:
+    _check_counts(body, sizes, span, n_tokens)
     return Shard(
         sizes=sizes,
         span=span,
-        capacities=header.capacities,
-        n_tokens=header.n_tokens,
-        layers=[_read_layer(body, sizes.shapes(n, header.n_tokens)) for n in span.layers],
+        capacities=caps,
+        n_tokens=n_tokens,
+        layers=[_read_layer(body, sizes.shapes(layer, n_tokens)) for layer in span.layers],
     )
 
 
-def _check_counts(body: _Body, sizes: CacheSizes, span: LayerSpan, n_tokens: int) -> None:
+def _check_counts(body: Body, sizes: CacheSizes, span: LayerSpan, n_tokens: int) -> None:
     for kind, expected in zip(("compressed", "index"), sizes.counts(span, n_tokens), strict=True):
         start = body.at
-        counts = body.take(_U32, len(span)).tolist()
+        counts = body.take(U32_LE, len(span)).tolist()
         for place, (got, want) in enumerate(zip(counts, expected, strict=True)):
             if got != want:
                 raise SnapshotError(
                     f"{kind} rows of layer {span.start + place}: got {got}, expected {want} "
-                    f"after {n_tokens} tokens; the payload is damaged: save the session again",
-                    offset=start + place * _U32.itemsize,
+                    f"after {n_tokens} tokens; {DAMAGED}",
+                    offset=start + place * WORD,
                 )
 
 
-def _read_layer(body: _Body, shapes: Sequence[tuple[int, int]]) -> list[F32]:
-    tensors = [body.take(_F32, *shape) for shape in shapes]
+def _read_layer(body: Body, shapes: Sequence[tuple[int, int]]) -> list[F32]:
+    tensors = [body.take(F32_LE, *shape) for shape in shapes]
     for place in SCORES:
         if place < len(tensors):
             tensors[place] = _finite(tensors[place])
@@ -279,16 +195,6 @@ def _finite(scores: F32) -> F32:
 
 
 def _write_layers(shard: Shard) -> list[memoryview]:
-    counts = np.array(shard.sizes.counts(shard.span, shard.n_tokens), _U32)
-    tensors = [_bytes(tensor, _F32) for layer in shard.layers for tensor in layer]
-    return [_bytes(counts, _U32), *tensors]
-
-
-def _bytes(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> memoryview:
-    """Return an array's memory, in row-major order."""
-    return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
-
-
-def _agree(subject: str, what: str, got: object, expected: object) -> None:
-    if got != expected:
-        raise SnapshotError(f"{subject}: {what} {got}, expected {expected}")
+    counts = np.array(shard.sizes.counts(shard.span, shard.n_tokens), U32_LE)
+    tensors = [as_bytes(tensor, F32_LE) for layer in shard.layers for tensor in layer]
+    return [as_bytes(counts, U32_LE), *tensors]
