@@ -9,11 +9,11 @@ Axis glossary: `T` tokens in a span, `W` hidden width, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, Protocol
+from typing import Final, NewType, Protocol
 
 from ds4py.errors import Ds4Error, SnapshotError
 from ds4py.hidden import F32, HiddenBatch
@@ -21,6 +21,13 @@ from ds4py.spans import LayerSpan
 
 SessionId = NewType("SessionId", int)
 """64-bit, non-zero; names one token timeline on every stage of a route."""
+
+NO_ROOM: Final = "KV cache: "
+"""How the words of a `CapacityError` begin that goes away when sessions end.
+
+Between ds4py stages the words are all that a RESULT carries of an error, so whoever wants to know
+whether making room may help looks at this (docs/architecture.md section 5).
+"""
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in the whole prompt); must return at once."""
@@ -31,7 +38,7 @@ Cancelled = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheForm:
-    """What the portable form of a session's cache depends on (docs/spec/deepseek4-model.md 9).
+    """What ds4's form of a session's cache depends on (docs/spec/deepseek4-model.md 9).
 
     Args:
         ratios: Tokens per compressed row of every layer of the model; 0 for a layer without.
@@ -44,6 +51,23 @@ class CacheForm:
     width: int
     index_width: int
     window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainForm:
+    """What our form of a cache of plain keys and values depends on (docs/spec/kv-payload.md).
+
+    Args:
+        n_heads: Key/value heads of a layer.
+        width: Values of a key, and of a value, of one head.
+    """
+
+    n_heads: int
+    width: int
+
+
+SavedForm = CacheForm | PlainForm
+"""How sessions of a model are saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +98,9 @@ class ModelCard:
     n_ctx_train: int
     quant_bits: int
     fingerprint: str = ""
-    cache_form: CacheForm | None = None
+    cache_form: SavedForm | None = None
 
-    def saved_form(self) -> CacheForm:
+    def saved_form(self) -> SavedForm:
         """Return the form of saved sessions.
 
         Raises:
@@ -84,8 +108,8 @@ class ModelCard:
         """
         if self.cache_form is None:
             raise SnapshotError(
-                f"sessions of {self.architecture} models have no portable form, "
-                "expected deepseek4; evaluate the prompt again"
+                f"sessions of {self.architecture} models have no portable form; "
+                "evaluate the prompt again"
             )
         return self.cache_form
 
@@ -136,6 +160,23 @@ class SliceOutput:
     eval_usec: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Spans on their way through a device.
+
+    Args:
+        refused: The errors of those that it was not given, by place in the batch.
+        complete: Waits for the others and returns the answers to all, in the order of the batch; to
+            be called once, in the order of the starts. What fails only here is the device, and the
+            session's cache holds nothing of use from that span on.
+        ready: Whether there is hardly anything to wait for any more.
+    """
+
+    refused: Mapping[int, Ds4Error]
+    complete: Callable[[], list[SliceOutput | Ds4Error]]
+    ready: Callable[[], bool]
+
+
 class SliceRunner(Protocol):
     """One machine's slice of a model with its caches.
 
@@ -170,12 +211,24 @@ class SliceRunner(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of packed weights held by this process."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether spans can be started while others are on their way (`start`)."""
+
     def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
         """Evaluate spans of different sessions; answers stand in the order of the batch.
 
         A session appears at most once in a batch. An unknown session takes a free slot;
-        `CapacityError` if there is none. One span's error disturbs no other span, and leaves that
-        session's timeline as it was unless the error is the device's own.
+        `CapacityError` (`NO_ROOM`) if there is none, or no memory for the tokens. One span's error
+        disturbs no other span, and leaves that session's timeline as it was unless the error is the
+        device's own.
+        """
+
+    def start(self, batch: Sequence[SliceWork]) -> Started:
+        """Have spans evaluated as by `run` without waiting for the answers (only if `overlaps`).
+
+        For all other methods they are evaluated already: what is asked for next, be it the next
+        span of the same session, finds or follows what they leave.
         """
 
     def apply_head(self, row: HiddenBatch) -> F32:
@@ -190,8 +243,32 @@ class SliceRunner(Protocol):
     def drop(self, session: SessionId) -> None:
         """Free a session's slot; an unknown session is no error."""
 
+    def reserve(self, session: SessionId, n_tokens: int) -> None:
+        """Take the memory that a session needs to hold so many tokens, ahead of its spans.
+
+        Args:
+            session: Unknown sessions take a free slot.
+            n_tokens: If the session holds more already, nothing happens.
+
+        Raises:
+            CapacityError: As in `run`; the session is as before.
+        """
+
+    def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
+        """Let a session begin with a copy of another one's first tokens (only if `can_rewind`).
+
+        Args:
+            source: Goes on unchanged.
+            target: What it holds is replaced; unknown sessions take a free slot.
+            n_tokens: Tokens that are copied.
+
+        Raises:
+            ModelError: The source holds fewer tokens.
+            CapacityError: As in `run`; both sessions are as before.
+        """
+
     def save_cache(self, session: SessionId) -> list[memoryview]:
-        """Return the pieces of a `DSVL` payload that holds a copy of a session's cache.
+        """Return the pieces of a payload, `DSVL` or `DPKL`, with a copy of a session's cache.
 
         Takes as long as copying the cache from the device, and as much host memory as the payload.
 
@@ -201,7 +278,7 @@ class SliceRunner(Protocol):
         """
 
     def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
-        """Replace a session's cache by a `DSVL` payload, or begin a session with it.
+        """Replace a session's cache by such a payload, or begin a session with it.
 
         Args:
             session: Unknown sessions take a free slot.
@@ -209,8 +286,9 @@ class SliceRunner(Protocol):
             payload: Not kept.
 
         Raises:
-            SnapshotError: The payload is damaged, of another model, other layers or another
-                length, or leaves no room in the context; the session is as before.
+            SnapshotError: The payload is damaged, of another model, other layers, another length
+                or another type of keys and values, or leaves no room in the context; the session
+                is as before.
             CapacityError: The session is new and there is no free slot.
         """
 
@@ -242,6 +320,12 @@ class Session(Protocol):
     def n_ctx(self) -> int:
         """Tokens that the session can hold."""
 
+    def reusable(self, tokens: Sequence[int]) -> int:
+        """Return how many leading tokens `sync` would not evaluate again; from any thread.
+
+        At least one token is always left over, since the logits come from evaluating the last one.
+        """
+
     def sync(
         self,
         tokens: Sequence[int],
@@ -266,7 +350,7 @@ class Session(Protocol):
         """Forget everything after the first `n_tokens` tokens."""
 
     def save(self) -> list[memoryview]:
-        """Return the pieces of a `DSV4` payload: all that is needed to continue elsewhere.
+        """Return the pieces of a payload, `DSV4` or `DPKV`: all that is needed to go on elsewhere.
 
         Its bytes do not depend on how the layers are distributed. The session goes on unchanged,
         and the pieces with it: they are copies.
@@ -283,7 +367,7 @@ class Session(Protocol):
         """Replace the timeline by a saved one; `sync` with the same tokens then costs nothing.
 
         Args:
-            payload: A whole `DSV4` payload; not kept.
+            payload: What `save` returned, as a whole; not kept.
 
         Raises:
             SnapshotError: The payload is damaged, of another model, or too long for the context;
@@ -305,10 +389,18 @@ class StageStatus:
         weight_bytes: Packed weights in its memory; None if a plain peer can not tell.
         prefill_tokens: Tokens evaluated in spans of more than one token.
         prefill_usec: Time spent on them in evaluation.
+        prefill_hop_usec: Time that they spent between the stage before and this one beyond any
+            evaluation: wire, queues, codecs. Spans overlap, so it may exceed the time that passed.
+        prefill_wait_usec: Time that they waited for the stages behind this one.
         decode_tokens: Tokens evaluated in spans of one token.
         decode_usec: Time spent on them in evaluation.
-        decode_hop_usec: Time that spans of one token spent between this stage and the next beyond
-            the next stages' own evaluation: wire, queues, codecs.
+        decode_hop_usec: As `prefill_hop_usec`.
+        decode_wait_usec: As `prefill_wait_usec`.
+        busy_usec: Time with at least one span in evaluation: spans of one batch count once.
+        input_bytes: Token ids and hidden states that it was sent, as it says itself.
+        output_bytes: Hidden states or logits that it made, as it says itself.
+        kv_bytes: Cache memory that sessions hold; None if not known, as of other processes.
+        kv_budget_bytes: Cache memory that they may hold together; None if not known.
     """
 
     name: str
@@ -316,9 +408,17 @@ class StageStatus:
     weight_bytes: int | None = None
     prefill_tokens: int = 0
     prefill_usec: int = 0
+    prefill_hop_usec: int = 0
+    prefill_wait_usec: int = 0
     decode_tokens: int = 0
     decode_usec: int = 0
     decode_hop_usec: int = 0
+    decode_wait_usec: int = 0
+    busy_usec: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    kv_bytes: int | None = None
+    kv_budget_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,11 +429,15 @@ class Health:
         ready: The whole model is reachable.
         missing: Which layers nobody serves; empty when ready.
         stages: The route in layer order, as far as it is known.
+        replays: How often a timeline was evaluated anew because a stage refused or was lost.
+        route_changes: How often another route was taken, the first one included.
     """
 
     ready: bool
     missing: str
     stages: tuple[StageStatus, ...] = ()
+    replays: int = 0
+    route_changes: int = 0
 
 
 class Backend(Protocol):
@@ -347,10 +451,13 @@ class Backend(Protocol):
     def n_ctx(self) -> int:
         """Tokens that one session can hold."""
 
+    def n_cached(self, tokens: Sequence[int]) -> int:
+        """Return how many leading tokens a session that can be leased now holds, roughly."""
+
     def lease(
         self, tokens: Sequence[int], *, cancelled: Cancelled | None = None
     ) -> AbstractContextManager[Session]:
-        """Borrow the free session that shares the longest prefix with `tokens`.
+        """Borrow the free session in which `tokens` cost least: a conversation that goes on.
 
         Waits in arrival order while all are busy.
 

@@ -13,7 +13,16 @@ from dataclasses import asdict
 
 import numpy as np
 
-from ds4py.contracts import CacheForm, ModelCard, SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import (
+    NO_ROOM,
+    CacheForm,
+    ModelCard,
+    SessionId,
+    SliceOutput,
+    SliceWork,
+    Started,
+    Want,
+)
 from ds4py.errors import CapacityError, Ds4Error, ModelError
 from ds4py.hidden import F32, HiddenBatch
 from ds4py.snapshot import CacheSizes, Capacities, Shard, read_dsvl, write_dsvl
@@ -39,6 +48,10 @@ def card(n_layers: int = 6, name: str = "fake") -> ModelCard:
     )
 
 
+def _at_once(work: SliceWork) -> None:
+    """Keep nobody waiting."""
+
+
 class FakeRunner:
     """Runs a span of the fake model.
 
@@ -46,9 +59,14 @@ class FakeRunner:
         span: Owned layers; None means all.
         n_ctx: Tokens per session.
         n_slots: Sessions at once.
+        kv_budget: Tokens that all sessions may hold together; None is enough for all.
         can_rewind: As in `SliceRunner`.
         has_head: Holds the head without owning it, as a coordinator does.
         before: Called before each evaluation, on the device thread; may raise or block.
+        overlaps: Spans can be started; what they leave is there at once, their answers are not.
+        ready: Whether there is no need to wait for the answer to a span that was started.
+        arrive: Called before the answer to each span that was started, on the thread that waits for
+            it; may block, or raise a `Ds4Error` or anything else as a device that breaks.
         identity: Another model than `card` describes; its width is free if layer 0 is not owned.
     """
 
@@ -59,10 +77,14 @@ class FakeRunner:
         n_layers: int = 6,
         n_ctx: int = 64,
         n_slots: int = 4,
+        kv_budget: int | None = None,
         can_rewind: bool = True,
         has_head: bool = False,
         name: str = "fake",
-        before: Callable[[SliceWork], None] = lambda work: None,
+        before: Callable[[SliceWork], None] = _at_once,
+        overlaps: bool = False,
+        ready: Callable[[SliceWork], bool] = lambda work: True,
+        arrive: Callable[[SliceWork], None] = _at_once,
         identity: ModelCard | None = None,
     ):
         self.card = identity or card(n_layers, name)
@@ -70,13 +92,17 @@ class FakeRunner:
         self.has_head = has_head or self.span.has_output
         self.n_ctx = n_ctx
         self.n_slots = n_slots
+        self.kv_budget = n_slots * n_ctx if kv_budget is None else kv_budget
         self.can_rewind = can_rewind
         self.weight_bytes = 1000 * len(self.span)
         self.closed = False
         self.evaluated: list[tuple[int, int]] = []  # (pos0, n_tokens) of every span
+        self.forked: list[int] = []  # n_tokens of every copy
         self.batches: list[int] = []  # spans of every batch
         self.threads: set[int] = set()
+        self.overlaps = overlaps
         self._before = before
+        self._ready, self._arrive = ready, arrive
         self._rows: dict[SessionId, F32] = {}  # inputs of every layer so far [layers, n, W]
 
     def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
@@ -84,6 +110,25 @@ class FakeRunner:
         self.threads.add(threading.get_ident())
         self.batches.append(len(batch))
         return [self._guarded(work) for work in batch]
+
+    def start(self, batch: Sequence[SliceWork]) -> Started:
+        assert self.overlaps
+        answers = self.run(batch)
+        refused = {n: e for n, e in enumerate(answers) if isinstance(e, Ds4Error)}
+
+        def complete() -> list[SliceOutput | Ds4Error]:
+            for place, work in enumerate(batch):
+                if place not in refused:
+                    try:
+                        self._arrive(work)
+                    except Ds4Error as e:
+                        answers[place] = e
+            return answers
+
+        def ready() -> bool:
+            return all(self._ready(work) for n, work in enumerate(batch) if n not in refused)
+
+        return Started(refused=refused, complete=complete, ready=ready)
 
     def _guarded(self, work: SliceWork) -> SliceOutput | Ds4Error:
         try:
@@ -96,9 +141,8 @@ class FakeRunner:
         n_layers, n_tokens = len(self.span), len(work.tokens)
         past = self._rows.get(work.session)
         if past is None:
-            if len(self._rows) >= self.n_slots:
-                raise CapacityError("slots", needed=len(self._rows) + 1, available=self.n_slots)
             past = np.zeros((n_layers, 0, self.card.hidden_width), np.float32)
+        self._check_room(work.session, work.pos0 + n_tokens)
         if work.reset:
             past = past[:, :0]
         if work.pos0 != past.shape[1]:
@@ -133,6 +177,26 @@ class FakeRunner:
     def drop(self, session: SessionId) -> None:
         self._rows.pop(session, None)
 
+    def reserve(self, session: SessionId, n_tokens: int) -> None:
+        self._check_room(session, n_tokens)
+
+    def _check_room(self, session: SessionId, n_tokens: int) -> None:
+        held = {other: rows.shape[1] for other, rows in self._rows.items() if other != session}
+        if len(held) >= self.n_slots:
+            raise CapacityError(f"{NO_ROOM}slots", needed=len(held) + 1, available=self.n_slots)
+        left = self.kv_budget - sum(held.values())
+        if n_tokens > left:
+            raise CapacityError(f"{NO_ROOM}tokens", needed=n_tokens, available=left)
+
+    def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
+        assert self.can_rewind
+        rows = self._rows.get(source)
+        if rows is None or rows.shape[1] < n_tokens:
+            raise ModelError("fork", got=self.length(source), expected=f">= {n_tokens}")
+        self._check_room(target, n_tokens)
+        self._rows[target] = rows[:, :n_tokens].copy()
+        self.forked.append(n_tokens)
+
     def save_cache(self, session: SessionId) -> list[memoryview]:
         rows, sizes = self._rows.get(session), self._sizes()
         if rows is None or not rows.shape[1]:
@@ -148,8 +212,7 @@ class FakeRunner:
 
     def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
         shard = read_dsvl(payload, self._sizes(), self.span, n_ctx=self.n_ctx, n_tokens=n_tokens)
-        if session not in self._rows and len(self._rows) >= self.n_slots:
-            raise CapacityError("slots", needed=len(self._rows) + 1, available=self.n_slots)
+        self._check_room(session, n_tokens)
         self._rows[session] = np.stack([raw for (raw,) in shard.layers])
 
     def _sizes(self) -> CacheSizes:

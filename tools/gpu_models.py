@@ -210,10 +210,10 @@ def prefill_rows(bench: Bench, subject: Subject, plan: Plan, operations: float) 
         for pos0 in chunks:
             begun = subject.runner.start(subject.works([1], tokens, pos0))
             if before is not None:
-                good(before()[0])
+                good(before.complete()[0])
             before = begun
         if before is not None:
-            good(before()[0])
+            good(before.complete()[0])
 
     for label, run in (("single", single), ("started ahead", ahead)):
         seconds = best(bench, run)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ds4py.cluster.worker import Worker
 from ds4py.config import Address, SocketConfig, WorkerConfig
-from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Started, Want
 from ds4py.errors import Ds4Error, SnapshotError
 from ds4py.hidden import F32, HiddenBatch
 from ds4py.spans import LayerSpan, LayerSpec
@@ -51,6 +51,7 @@ class StubRunner:
     n_slots = 4
     can_rewind = True
     weight_bytes = 0
+    overlaps = False
 
     def __init__(self, span: LayerSpan, n_layers: int):
         self.span = span
@@ -63,6 +64,11 @@ class StubRunner:
     def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
         """Answer each span of one token from what is there already."""
         return [self._answer(work) for work in batch]
+
+    def start(self, batch: Sequence[SliceWork]) -> Started:
+        """Answer each span; nothing is on its way afterwards."""
+        answers = self.run(batch)
+        return Started(refused={}, complete=lambda: answers, ready=lambda: True)
 
     def _answer(self, work: SliceWork) -> SliceOutput:
         self._lengths[work.session] = work.pos0 + len(work.tokens)
@@ -90,6 +96,14 @@ class StubRunner:
     def drop(self, session: SessionId) -> None:
         """Forget a session."""
         self._lengths.pop(session, None)
+
+    def reserve(self, session: SessionId, n_tokens: int) -> None:
+        """Take nothing: a session costs no memory."""
+
+    def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
+        """Let a session have a length of its own."""
+        del source
+        self._lengths[target] = n_tokens
 
     def save_cache(self, session: SessionId) -> list[memoryview]:
         """Refuse: there is no cache."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 from ds4py.cluster.acquaintances import Acquaintances
@@ -122,6 +123,14 @@ class Coordinator:
         with self._changed:
             workers = self._registry.records
         self._tell(workers, DROP, Drop(session))
+        if self.local is not None:
+            self.local.post(lambda runner: runner.drop(session), session=session)
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the latest route's stages can copy a common head from session to session."""
+        route = self._route
+        return route is not None and route.can_fork
 
     def is_current(self, route: Route) -> bool:
         """Whether no worker came or went since the route was made."""
@@ -168,6 +177,7 @@ class Coordinator:
             self._route = None
             self._route = self._plan()
             self._was_complete = True
+            self.telemetry.took_route([hop.link for hop in self._route.hops])
             log.info("route: %s", " -> ".join(self._stage_names(self._route)))
         return self._route
 
@@ -339,18 +349,26 @@ class Coordinator:
     def health(self) -> Health:
         """Report readiness and the stages that are known."""
         with self._changed:
-            records = self._registry.records
+            missing, workers = "", self._registry.records
             try:
-                route = self._current_route()
+                workers = self._current_route().hops
             except RouteIncompleteError as e:
-                return Health(ready=False, missing=e.missing, stages=self._stages(records))
-            return Health(ready=True, missing="", stages=self._stages(route.hops))
+                missing = e.missing
+            return Health(
+                ready=not missing,
+                missing=missing,
+                stages=self._stages(workers),
+                replays=self.telemetry.replays,
+                route_changes=self.telemetry.route_changes,
+            )
 
     def _stages(self, workers: tuple[WorkerRecord, ...]) -> tuple[StageStatus, ...]:
         own = None if self.local is None else self.local.runner
         first = self.telemetry.status(
             "coordinator", None if own is None else own.span, 0 if own is None else own.weight_bytes
         )
+        if own is not None:
+            first = _with_cache(first, own)
         ordered = sorted(workers, key=lambda w: w.span)
         return (
             first,
@@ -399,6 +417,17 @@ class Coordinator:
             dialer.close()
         if self.local is not None:
             self.local.close()
+
+
+def _with_cache(status: StageStatus, runner: SliceRunner) -> StageStatus:
+    """Add what a runner says of its cache memory, if it keeps an account."""
+    try:
+        use = getattr(runner, "kv_use", None)
+    except Ds4Error:  # closed in this moment
+        use = None
+    if use is None:
+        return status
+    return replace(status, kv_bytes=use.used, kv_budget_bytes=use.budget)
 
 
 def _hurry(route: Route, lost: WorkerRecord, *, silent: bool) -> None:

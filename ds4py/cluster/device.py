@@ -3,6 +3,10 @@
 Owns: the queue in front of a `SliceRunner`, and the calls into it. Refuses to know: where spans
 come from, where results go, whose turn it is (`turns`), tensors. Invariant: every call into the
 runner happens on this thread; what waits when the device becomes free is considered as a whole.
+
+Where the runner allows it, a chunk is started while the one before it is computed: its input is on
+the device when that one is done, and that one's output leaves meanwhile. One is ahead at most, and
+results are delivered in the order of the starts. Tokens and calls find nothing on its way.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from ds4py.cluster.gather import Gather, stages_alike
 from ds4py.cluster.turns import MAX_BATCH, Kind, Turns
-from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork
+from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Started
 from ds4py.errors import CapacityError, ClusterError, Ds4Error
 
 log = logging.getLogger(__name__)
@@ -26,6 +32,12 @@ T = TypeVar("T")
 
 _QUEUE_DEPTH: Final = 256
 _CLOSING: Final = "this stage is shutting down"
+_LOOK_SECONDS: Final = 5e-4  # between two looks at a chunk that is computed: it takes much longer
+_SOON_SECONDS: Final = 1.0  # in which a session that decodes is here again
+
+
+def _nothing() -> None:
+    """Take no note of a span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +51,15 @@ class DeviceJob:
             if the job is refused at the door.
         session: The timeline that the span continues; its spans run in the order of submission.
         is_decode: One token: may share a batch with other sessions' single tokens.
+        queued: Called on the device thread when the runner has accepted the span: from then on its
+            tokens count. An error that `finish` is called with afterwards is the device's.
     """
 
     session: SessionId
     admit: Callable[[], SliceWork]
     finish: Callable[[SliceOutput | Ds4Error], None]
     is_decode: bool = False
+    queued: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,22 @@ class _Call:
 
     run: Callable[[], None]
     session: SessionId | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A chunk that was started."""
+
+    job: DeviceJob
+    started: Started
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its answer is there, be it that the device is broken."""
+        try:
+            return self.started.ready()
+        except Exception:  # noqa: BLE001 - whatever it is, `complete` will tell
+            return True
 
 
 Item = DeviceJob | _Call
@@ -74,6 +105,10 @@ class DeviceThread:
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # None ends the thread
         self._turns: Turns[Item] = Turns()  # touched on the device thread only, but for its length
         self._gather = Gather(stages_alike(runner.card.n_layers, len(runner.span)))
+        self._overlaps = runner.overlaps
+        self._ahead: _Ahead | None = None  # what was started and not yet delivered
+        self._decoded: set[SessionId] = set()  # sessions of the latest single tokens
+        self._decoded_at = 0.0
         self._lock = threading.Lock()  # nothing enters the queue behind the None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -97,15 +132,17 @@ class DeviceThread:
             self._queue.put(item)
         return None
 
-    def evaluate(
-        self, work: SliceWork, *, timeout: float, prepare: Callable[[SliceRunner], None]
-    ) -> SliceOutput:
-        """Run one span and wait for it; raises what the runner reports.
+    def begin(
+        self, work: SliceWork, *, prepare: Callable[[SliceRunner], None]
+    ) -> Callable[[float], SliceOutput]:
+        """Queue one span.
 
         Args:
             work: The span.
-            timeout: Seconds to wait.
             prepare: Called on the device thread right before evaluation; may refuse by raising.
+
+        Returns:
+            What waits for the output, for so many seconds at most; raises what the runner reports.
         """
         done: Future[SliceOutput] = Future()
 
@@ -120,7 +157,7 @@ class DeviceThread:
             return work
 
         self.submit(DeviceJob(work.session, admit, finish, is_decode=len(work.tokens) == 1))
-        return _wait(done, timeout)
+        return partial(_wait, done)
 
     def call(
         self,
@@ -189,6 +226,8 @@ class DeviceThread:
 
     def _run_next(self) -> bool:
         """Run one turn, waiting for it if need be; False at the end."""
+        if self._ahead is not None:
+            return self._run_behind(self._ahead)
         if not len(self._turns):
             item = self._queue.get()
             if item is None:
@@ -197,10 +236,34 @@ class DeviceThread:
                 self._run_lone(item)
                 return True
             self._place(item)
-        if not self._take_in():
+        if not self._take_in(self._gather.patience):
             return False
         self._run_turn()
         return True
+
+    def _run_behind(self, ahead: _Ahead) -> bool:
+        """Run a turn behind a chunk that was started, or deliver that; False at the end."""
+        goes_on = self._await_more(ahead)
+        if goes_on and len(self._turns) and not self._others_decode(ahead.job.session):
+            self._run_turn()
+        else:
+            self._settle()
+        return goes_on
+
+    def _await_more(self, ahead: _Ahead) -> bool:
+        """Take in what arrives while a chunk is computed; False at the end."""
+        while self._take_in(0.0):
+            if len(self._turns) or ahead.is_done:
+                return True
+            with suppress(queue.Empty):
+                if not self._take_one(_LOOK_SECONDS):
+                    return False
+        return False
+
+    def _others_decode(self, session: SessionId) -> bool:
+        """Whether tokens of another session may come now, which are to wait for one chunk only."""
+        lately = time.monotonic() - self._decoded_at < _SOON_SECONDS
+        return lately and not self._decoded <= {session}
 
     def _run_lone(self, item: Item) -> None:
         """Run what waits alone, as all do that one session sends: nothing is to be chosen."""
@@ -208,11 +271,11 @@ class DeviceThread:
             self._turns.went_alone(_kind(item))
             self._run_jobs([item])
         else:
-            item.run()
+            self._run_item(item)
 
-    def _take_in(self) -> bool:
-        """Let all that has arrived take its place; False at the end."""
-        deadline = time.monotonic() + self._gather.patience
+    def _take_in(self, patience: float) -> bool:
+        """Let all that has arrived, or may in so many seconds, take its place; False at the end."""
+        deadline = time.monotonic() + patience
         try:
             while self._take_one(self._hope(deadline)):
                 pass
@@ -247,54 +310,107 @@ class DeviceThread:
             self._run_jobs(jobs[start : start + self._batch_size])
 
     def _run_jobs(self, batch: list[DeviceJob]) -> None:
+        if not batch[0].is_decode:
+            self._run_chunk(batch[0])
+            return
+        self._settle()
         began = time.monotonic()
         self._run_batch(batch)
-        if batch[0].is_decode:
-            self._gather.ran([job.session for job in batch], time.monotonic() - began)
+        now, sessions = time.monotonic(), {job.session for job in batch}
+        self._gather.ran(sessions, now - began)
+        self._decoded, self._decoded_at = sessions, now
+
+    def _run_chunk(self, chunk: DeviceJob) -> None:
+        if not self._overlaps:
+            self._run_batch([chunk])
+            return
+        begun = self._start(chunk)
+        self._settle()
+        if isinstance(begun, _Ahead):
+            self._ahead = begun
+        else:
+            _finish(chunk, begun)
 
     def _run_item(self, item: Item) -> None:
         if isinstance(item, DeviceJob):
             self._run_batch([item])
         else:
+            self._settle()
             item.run()
 
+    def _settle(self) -> None:
+        """Wait for what was started, and deliver it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            (result,) = _answers(ahead.started.complete, 1)
+            _finish(ahead.job, result)
+
     def _run_batch(self, batch: list[DeviceJob]) -> None:
-        admitted: list[tuple[DeviceJob, SliceWork]] = []
+        jobs: list[DeviceJob] = []
+        works: list[SliceWork] = []
         for job in batch:
-            if self._closed:
-                _finish(job, ClusterError(_CLOSING))
-                continue
-            try:
-                admitted.append((job, job.admit()))
-            except Ds4Error as e:
-                _finish(job, e)
-            except Exception as e:  # a bug in one span must not stop the others
-                log.exception("admission of a span failed")
-                _finish(job, ClusterError(f"internal error: {type(e).__name__}: {e}"))
-        results = self._evaluate([work for _, work in admitted])
-        for (job, _), result in zip(admitted, results, strict=True):
+            admitted = self._admit(job)
+            if isinstance(admitted, SliceWork):
+                jobs.append(job)
+                works.append(admitted)
+            else:
+                _finish(job, admitted)
+        if not works:
+            return
+        results = _answers(lambda: self.runner.run(works), len(works))
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, SliceOutput):
+                _queued(job)
             _finish(job, result)
 
-    def _evaluate(self, works: list[SliceWork]) -> list[SliceOutput | Ds4Error]:
-        if not works:
-            return []
-        error: Ds4Error
+    def _admit(self, job: DeviceJob) -> SliceWork | Ds4Error:
+        if self._closed:
+            return ClusterError(_CLOSING)
         try:
-            results = list(self.runner.run(works))
+            return job.admit()
+        except Ds4Error as e:
+            return e
+        except Exception as e:  # a bug in one span must not stop the others
+            log.exception("admission of a span failed")
+            return ClusterError(f"internal error: {type(e).__name__}: {e}")
+
+    def _start(self, job: DeviceJob) -> _Ahead | Ds4Error:
+        """Have the device evaluate a span without waiting for it."""
+        admitted = self._admit(job)
+        if isinstance(admitted, Ds4Error):
+            return admitted
+        try:
+            started = self.runner.start([admitted])
         except Exception as e:  # a broken device must not end the process silently
             log.exception("the device failed")
-            error = _broken(e)
-        else:
-            if len(results) == len(works):
-                return results
-            error = ClusterError(f"the device gave {len(results)} answers to {len(works)} spans")
-        return [error for _ in works]
+            return _broken(e)
+        if started.refused:
+            return started.refused[0]
+        _queued(job)
+        return _Ahead(job, started)
 
 
 def _kind(item: Item) -> Kind:
     if isinstance(item, _Call):
         return Kind.CALL
     return Kind.SINGLE if item.is_decode else Kind.CHUNK
+
+
+def _answers(
+    ask: Callable[[], list[SliceOutput | Ds4Error]], n_spans: int
+) -> list[SliceOutput | Ds4Error]:
+    """Return what the device says to so many spans, be it that it is broken."""
+    error: Ds4Error
+    try:
+        results = list(ask())
+    except Exception as e:  # a broken device must not end the process silently
+        log.exception("the device failed")
+        error = _broken(e)
+    else:
+        if len(results) == n_spans:
+            return results
+        error = ClusterError(f"the device gave {len(results)} answers to {n_spans} spans")
+    return [error] * n_spans
 
 
 def _broken(error: Exception) -> ClusterError:
@@ -306,6 +422,13 @@ def _wait(done: Future[T], timeout: float) -> T:
         return done.result(timeout)
     except TimeoutError:
         raise ClusterError(f"the device gave no answer within {timeout:g} s") from None
+
+
+def _queued(job: DeviceJob) -> None:
+    try:
+        job.queued()
+    except Exception:  # the span that follows will be refused
+        log.exception("taking note of a span failed")
 
 
 def _finish(job: DeviceJob, result: SliceOutput | Ds4Error) -> None:

@@ -15,7 +15,7 @@ from ds4py import __version__
 from ds4py.config import CoordinatorConfig, WorkerConfig
 from ds4py.contracts import ModelCard, SliceRunner
 from ds4py.spans import LayerSpan
-from ds4py.wire.extensions import CANCEL, DROP, HOP_LOST, REWIND, PeerHello
+from ds4py.wire.extensions import CANCEL, DROP, FORK, HOP_LOST, REWIND, PeerHello
 from ds4py.wire.messages import Hello
 
 
@@ -57,7 +57,7 @@ def worker_hello(runner: SliceRunner, listen_port: int, config: WorkerConfig) ->
         role="worker",
         version=__version__,
         build=build_id(),
-        features=(CANCEL, DROP, HOP_LOST, *((REWIND,) if runner.can_rewind else ())),
+        features=(CANCEL, DROP, HOP_LOST, *((REWIND, FORK) if runner.can_rewind else ())),
         model_id=card.model_id,
         model_name=card.name,
         n_layers=card.n_layers,

@@ -3,6 +3,9 @@
 Owns: the loop of the thread that drives a session: fill the window, evaluate local layers, post,
 wait, account. Refuses to know: timelines, replay, how routes are found. Invariant: when it returns
 or raises, no request of its own is in flight, or the link that carried it is closed.
+
+Where local layers can be given a span while they evaluate the one before it, they are: one is ahead
+of what has left. After a cancellation it leaves as well if the layers could not forget it.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ds4py.cluster.checks import Awaited, ExpectedResult, FailedResult, check_result
+from ds4py.cluster.device import DeviceThread
 from ds4py.cluster.link import Link, Reply, ReplyBox
 from ds4py.cluster.prefill import Span, Window
 from ds4py.cluster.profile import profile_run
@@ -71,6 +75,18 @@ class Drive:
     decode_profile: bool = False
 
 
+class _LocalSpan(NamedTuple):
+    """A span that the own layers were given.
+
+    Args:
+        began: When, in microseconds.
+        wait: Waits for the output, for so many seconds at most.
+    """
+
+    began: int
+    wait: Callable[[float], SliceOutput]
+
+
 class SpanRun:
     """One pass of consecutive spans over a route.
 
@@ -107,6 +123,9 @@ class SpanRun:
         self._link: Link | None = None  # that carried the latest span
         self._broken = False
         self._first_failed = len(spans)
+        self._ahead: _LocalSpan | None = None
+        self._called_off = False
+        self._ended = False
         self._profile = profile_run(
             drive.route.telemetry.trace,
             drive.session,
@@ -134,6 +153,8 @@ class SpanRun:
                 logits = self._run(cancelled)
             except TransportError as e:
                 raise self._loss(e) from e
+            finally:
+                self._ended = True
         if self._profile is not None:
             self._profile.finished()
         return logits
@@ -150,8 +171,8 @@ class SpanRun:
             if error is None and cancelled is not None and cancelled():
                 error = CancelledError("the request was cancelled")
                 self._call_off()
-            if error is None and self._may_submit():
-                error = self._guard(self._submit)
+            if (error is None or self._must_finish(error)) and self._may_submit():
+                error = _graver(error, self._guard(self._submit))
                 while error is None and not self._box.empty():
                     error = self._guard(self._collect)
             elif self._window.in_flight:
@@ -159,7 +180,7 @@ class SpanRun:
             lost = isinstance(error, TransportError)  # then nothing in flight will be answered
             if lost:
                 self._break_off()  # over a lane that broke alone, the stages would go on with it
-            if error is not None and (lost or not self._window.in_flight):
+            if error is not None and (lost or self._at_rest(error)):
                 raise error
         assert self._logits is not None
         return self._logits
@@ -178,6 +199,15 @@ class SpanRun:
             f"second connection: {error.what}", hop=self._drive.route.hops[0].name
         )
 
+    def _must_finish(self, error: Ds4Error) -> bool:
+        """Whether own layers are ahead for good, and the other stages have to follow."""
+        cancelled = isinstance(error, CancelledError)
+        return cancelled and self._ahead is not None and not self._drive.route.can_rewind
+
+    def _at_rest(self, error: Ds4Error) -> bool:
+        """Whether a failed run has nothing left to wait for."""
+        return not (self._window.in_flight or self._must_finish(error))
+
     @property
     def _is_token(self) -> bool:
         return len(self._spans) == len(self._spans[0].tokens) == 1
@@ -190,6 +220,7 @@ class SpanRun:
 
     def _call_off(self) -> None:
         """Tell stages that nobody waits for what is in flight."""
+        self._called_off = True
         route = self._drive.route
         if self._window.in_flight:
             notice = Cancel(self._drive.session, self._last_request)
@@ -220,7 +251,7 @@ class SpanRun:
         index = self._window.next_span
         assert index is not None
         span = self._spans[index]
-        hidden = self._evaluate_locally(span)
+        hidden = self._evaluate_locally(index)
         lanes = self._drive.route.lanes
         if lanes is None:
             self._window.submitted()
@@ -236,11 +267,34 @@ class SpanRun:
             self._profile.posted(span, work.request_id, began)
         self._window.submitted()
 
-    def _evaluate_locally(self, span: Span) -> HiddenBatch | None:
+    def _evaluate_locally(self, index: int) -> HiddenBatch | None:
         route = self._drive.route
         if route.local is None:
             return None
-        want = Want.HIDDEN if route.hops else Want.LOGITS if span.is_last else Want.NOTHING
+        own = self._ahead or self._begin_locally(route.local, index)
+        more = index + 1 < len(self._spans) and self._may_run_ahead(route)
+        self._ahead = self._begin_locally(route.local, index + 1) if more else None
+        output = own.wait(self._drive.result_timeout)
+        span, layers = self._spans[index], route.local.runner.span
+        route.telemetry.record_local(layers, len(span.tokens), output.eval_usec)
+        key = layers.start, layers.end
+        route.telemetry.costs.add(key, span.pos0, len(span.tokens), eval_usec=output.eval_usec)
+        if self._profile is not None:
+            self._profile.local(span, own.began, output.eval_usec)
+        if output.logits is not None:
+            self._logits = output.logits
+        return output.hidden
+
+    def _may_run_ahead(self, route: Route) -> bool:
+        """Whether own layers may have a span that the others have no place for yet."""
+        if route.local is None or not route.local.runner.overlaps:
+            return False
+        return not self._called_off and (self._pipelined or not route.hops)
+
+    def _begin_locally(self, local: DeviceThread, index: int) -> _LocalSpan:
+        """Queue a span for the own layers."""
+        span, hops = self._spans[index], self._drive.route.hops
+        want = Want.HIDDEN if hops else Want.LOGITS if span.is_last else Want.NOTHING
         work = SliceWork(
             session=self._drive.session,
             tokens=span.tokens,
@@ -250,19 +304,13 @@ class SpanRun:
             want=want,
             reply_bits=self._drive.bits,
         )
-        began = now_usec()
-        output: SliceOutput = route.local.evaluate(
-            work, timeout=self._drive.result_timeout, prepare=lambda r: _align(r, work)
-        )
-        own, n_tokens = route.local.runner.span, len(span.tokens)
-        route.telemetry.record_local(own, n_tokens, output.eval_usec)
-        key = own.start, own.end
-        route.telemetry.costs.add(key, span.pos0, n_tokens, eval_usec=output.eval_usec)
-        if self._profile is not None:
-            self._profile.local(span, began, output.eval_usec)
-        if output.logits is not None:
-            self._logits = output.logits
-        return output.hidden
+
+        def prepare(runner: SliceRunner) -> None:
+            if self._ended:
+                raise CancelledError("nobody waits for the span any more")
+            _align(runner, work)
+
+        return _LocalSpan(now_usec(), local.begin(work, prepare=prepare))
 
     def _next_work(self, span: Span, hidden: HiddenBatch | None) -> Work:
         """Return a span that a break cancels from now on, or none after it."""

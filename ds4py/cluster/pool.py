@@ -1,8 +1,8 @@
 """The fixed set of sessions of a process, lent to one request at a time.
 
-Owns: who gets which session, in arrival order, and who is told his place meanwhile. Refuses to
-know: what requests are. Invariant: a session is lent to one request at a time; the number of
-session ids never grows, because a C worker frees none of them.
+Owns: who gets which session, in arrival order, and who is told his place meanwhile; whose cache is
+given back when memory is short. Refuses to know: what requests are. Invariant: a session is lent to
+one request at a time; the number of session ids never grows, because a C worker frees none of them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,56 @@ from contextlib import contextmanager
 from typing import Final
 
 from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.session import ClusterSession, common_prefix
+from ds4py.cluster.heads import MIN_SAVED, common_prefix
+from ds4py.cluster.session import ClusterSession
 from ds4py.contracts import Cancelled, Health, ModelCard, Session
 from ds4py.errors import CancelledError
 
 _POLL_SECONDS: Final = 0.1
+_LOSS_RATIO: Final = 4
 
 Waiting = Callable[[int], None]
 """Told the place in the queue, 1 for the next one, at first and whenever it changes."""
 
 
-def choose_session(free: Sequence[ClusterSession], tokens: Sequence[int]) -> ClusterSession:
+def choose_session(
+    free: Sequence[ClusterSession], tokens: Sequence[int], *, can_fork: bool = False
+) -> ClusterSession:
     """Return the free session that saves the most work; `free` is ordered oldest use first.
 
     Without a common prefix, an empty session comes before one whose conversation may go on, and the
     longest unused conversation goes first.
+
+    Args:
+        free: At least one.
+        tokens: The prompt.
+        can_fork: A common head can be copied from any session. Then the prompt may go elsewhere,
+            and a conversation that begins like it can stay.
     """
-    return max(free, key=lambda s: (common_prefix(s.tokens, tokens), not s.tokens))
+    some_are_empty = not all(session.tokens for session in free)
+
+    def merit(session: ClusterSession) -> tuple[int, bool]:
+        held = session.tokens
+        n_common = common_prefix(held, tokens)
+        if can_fork and not _goes_on(n_common, len(held) - n_common, cheaply=some_are_empty):
+            n_common = 0
+        return n_common, not held
+
+    return max(free, key=merit)
+
+
+def _goes_on(n_common: int, n_lost: int, *, cheaply: bool) -> bool:
+    """Whether a prompt is the next turn of a conversation, as far as lengths tell.
+
+    The last reply may be missing in it, or parts of it. Where that is much, it may as well be
+    another conversation that begins alike; if it is another one, this one had better stay.
+
+    Args:
+        n_common: Tokens that both begin with.
+        n_lost: Cached tokens that are not in the prompt.
+        cheaply: Nobody else would have to go.
+    """
+    return n_lost < MIN_SAVED or (not cheaply and n_lost * _LOSS_RATIO <= n_common)
 
 
 class ClusterBackend:
@@ -45,10 +78,11 @@ class ClusterBackend:
     def __init__(self, coordinator: Coordinator, n_sessions: int):
         self._coordinator = coordinator
         self._changed = threading.Condition()
-        self._free = deque(
-            ClusterSession(coordinator.new_session(), coordinator, coordinator.config)
+        self._sessions = tuple(
+            ClusterSession(coordinator.new_session(), coordinator, coordinator.config, self)
             for _ in range(n_sessions)
         )
+        self._free = deque(self._sessions)
         self._tickets = itertools.count()
         self._waiting: deque[int] = deque()
 
@@ -70,6 +104,34 @@ class ClusterBackend:
     def health(self) -> Health:
         """Report readiness; never blocks."""
         return self._coordinator.health()
+
+    def n_cached(self, tokens: Sequence[int]) -> int:
+        """Return how many leading tokens the best session holds; see `contracts.Backend`."""
+        with self._changed:
+            free = tuple(self._free)
+        useful = self._sessions if self._coordinator.can_fork else free
+        return max((session.reusable(tokens) for session in useful), default=0)
+
+    def others(self, session: ClusterSession) -> Iterator[ClusterSession]:
+        """Return all sessions but one; see `session.Company`."""
+        return (other for other in self._sessions if other is not session)
+
+    def make_room(self, n_tokens: int) -> bool:
+        """Close idle sessions, the longest unused first, until they held so many tokens.
+
+        Returns:
+            Whether there was one that held anything.
+        """
+        n_freed = n_closed = 0
+        with self._changed:  # meanwhile nobody gets one of them
+            for session in self._free:
+                if n_freed >= n_tokens:
+                    break
+                if session.takes_memory:
+                    n_freed += len(session.tokens)
+                    n_closed += 1
+                    session.close()
+        return n_closed > 0
 
     @contextmanager
     def lease(
@@ -110,7 +172,8 @@ class ClusterBackend:
                         waiting(place)
                     told = place
                     self._changed.wait(_POLL_SECONDS)
-                session = choose_session(self._free, tokens)
+                can_fork = self._coordinator.can_fork
+                session = choose_session(self._free, tokens, can_fork=can_fork)
                 self._free.remove(session)
                 return session
             finally:

@@ -251,6 +251,8 @@ class StageProfile:
         if isinstance(output, Ds4Error) or not forwarded:
             del self._open[request]
         if isinstance(output, SliceOutput):
+            # what was started ahead was computed only when the span before it was done
+            passage.started = max(passage.started, now_usec() - output.eval_usec)
             passage.computed = min(now_usec(), passage.started + output.eval_usec)
             if not forwarded:
                 self._conclude(passage, None)

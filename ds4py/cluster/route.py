@@ -22,7 +22,7 @@ from ds4py.config import SocketConfig
 from ds4py.contracts import Cancelled, ModelCard, SessionId
 from ds4py.hidden import F32, HiddenBatch
 from ds4py.spans import LayerSpan
-from ds4py.wire.extensions import Notice
+from ds4py.wire.extensions import FORK, Notice
 from ds4py.wire.route import RouteEntry, encode_route
 
 Lost = Callable[[], None]
@@ -68,6 +68,11 @@ class Route:
     def local_span(self) -> LayerSpan | None:
         """The coordinator's own layers."""
         return None if self.local is None else self.local.runner.span
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether every stage can let a session begin with a copy of another one's first tokens."""
+        return self.can_rewind and all(FORK in hop.features for hop in self.hops)
 
     @property
     def may_skip(self) -> tuple[WorkerRecord, ...]:
@@ -124,7 +129,7 @@ class RouteSource(Protocol):
         """Return a request id that was never used before."""
 
     def end_session(self, session: SessionId) -> None:
-        """Let the stages free what they hold of a session."""
+        """Let every stage free what it holds of a session, the coordinator's own one too."""
 
 
 def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:

@@ -2,60 +2,106 @@
 
 Owns: the timeline, its rolling hash, what to reuse of it, the one replay
 (docs/spec/wire-protocol.md 6.5 to 6.7). Refuses to know: sockets, registries, layers. Invariant:
-`tokens` are cached on every stage; after a failure the timeline is empty, so that old logits are
-never given for a new prompt.
+`tokens` are cached on every stage, or the stage refuses to go on; after a failure the timeline is
+empty, unless nothing but room was missing, and old logits are never given for a new prompt.
 
-A process that owns every layer is a route without hops: there is no second kind of session.
+A process that owns every layer is a route without hops: there is no second kind of session. A
+decode step touches nothing that is as long as the context.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from ds4py.cluster.chunking import GRANULE, StageKey, Stretch, choose
+from ds4py.cluster.heads import MIN_SAVED, Heads, common_prefix
 from ds4py.cluster.pipeline import Drive, SpanRun
-from ds4py.cluster.prefill import Span, cut_spans, given_chunk, prefill_cap, window_size
-from ds4py.cluster.recovery import Failure, Recovery, classify
+from ds4py.cluster.prefill import (
+    Span,
+    cut_spans,
+    given_chunk,
+    prefill_cap,
+    span_flags,
+    window_size,
+)
+from ds4py.cluster.recovery import Failure, Recovery, as_capacity, classify
+from ds4py.cluster.registry import WorkerRecord
 from ds4py.cluster.route import Route, RouteSource
 from ds4py.cluster.snapshots import FIRST_REQUEST, Snapshots, Transcript
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import Cancelled, Progress, SessionId, SyncResult
-from ds4py.errors import CancelledError, CapacityError, Ds4Error, SnapshotError
+from ds4py.errors import (
+    CancelledError,
+    CapacityError,
+    Ds4Error,
+    RemoteWorkError,
+    SnapshotError,
+)
 from ds4py.hidden import F32
-from ds4py.wire.prefix_hash import INIT, prefix_hash
+from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 
 log = logging.getLogger(__name__)
 
 _NEWS_SECONDS: Final = 1.0
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many leading tokens are equal."""
-    n = min(len(a), len(b))
-    if list(a[:n]) == list(b[:n]):  # the usual case, a conversation that goes on, at C's speed
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
-
-
-def reusable_prefix(cached: Sequence[int], wanted: Sequence[int], *, can_rewind: bool) -> int:
-    """Return how many leading tokens need no evaluation.
-
-    At least one token is left over, because the logits come from evaluating the last one. Without
-    rewind, caches are of use only if all of them are a prefix of what is wanted.
-    """
-    usable = min(common_prefix(cached, wanted), len(wanted) - 1)
-    if usable < len(cached) and not can_rewind:
-        return 0
-    return usable
-
-
 def stage_keys(route: Route) -> list[StageKey]:
     """Return the layer ranges that a span passes, in order."""
     own = [] if route.local_span is None else [route.local_span]
     return [(span.start, span.end) for span in (*own, *(hop.span for hop in route.hops))]
+
+
+class Company(Protocol):
+    """The other sessions of the process."""
+
+    def others(self, session: ClusterSession) -> Iterable[ClusterSession]:
+        """Return all but one, whoever uses them."""
+
+    def make_room(self, n_tokens: int) -> bool:
+        """Give back the caches of sessions that nobody uses, of so many tokens; False if none."""
+
+
+class Alone:
+    """The company of a session without any."""
+
+    def others(self, session: ClusterSession) -> Iterable[ClusterSession]:
+        """Return nobody."""
+        del session
+        return ()
+
+    def make_room(self, n_tokens: int) -> bool:
+        """Return False."""
+        del n_tokens
+        return False
+
+
+@dataclass(slots=True)
+class _Goal:
+    """The timeline that a call wants: leading tokens of the present one, then others.
+
+    Args:
+        n_same: Tokens that stay.
+        todo: Tokens to evaluate behind them, at least one: the logits come from the last.
+        n_done: How many of those that stay this call has evaluated itself.
+    """
+
+    n_same: int
+    todo: list[int]
+    n_done: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole timeline."""
+        return self.n_same + len(self.todo)
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens that were there before the call."""
+        return self.n_same - self.n_done
 
 
 class ClusterSession:
@@ -65,15 +111,27 @@ class ClusterSession:
         session_id: Fixed for life; names the timeline on every stage.
         source: Finds routes and hands out request ids.
         config: Chunks, windows, widths, deadlines.
+        company: Sessions to copy common heads from, and to let go when memory is short.
     """
 
-    def __init__(self, session_id: SessionId, source: RouteSource, config: CoordinatorConfig):
+    def __init__(
+        self,
+        session_id: SessionId,
+        source: RouteSource,
+        config: CoordinatorConfig,
+        company: Company | None = None,
+    ):
         self.session_id = session_id
         self._source = source
         self._config = config
+        self._company = company or Alone()
+        self._heads = Heads(session_id, config.result_timeout)
+        self._held_on: tuple[WorkerRecord, ...] | None = None  # hops that have cached the tokens
+        self._takes_memory = False
         self._tokens: list[int] = []
         self._hash = INIT
         self._stages_hold_more = False
+        self._rewinds = False  # on the route that was used last
         self._chunk = 0
         self._logits: F32 | None = None
         self._snapshots = Snapshots(
@@ -95,6 +153,32 @@ class ClusterSession:
         """Tokens that the session can hold."""
         return self._source.n_ctx
 
+    @property
+    def takes_memory(self) -> bool:
+        """Whether stages may hold anything of the session."""
+        return self._takes_memory
+
+    def shares(self, wanted: Sequence[int], route: Route) -> int:
+        """Return how many leading tokens of a prompt a route's stages hold for it; on any thread.
+
+        The answer may be out of date at once.
+        """
+        return common_prefix(self._tokens[:], wanted) if self._held_on == route.hops else 0
+
+    def holds(self, head: Sequence[int]) -> bool:
+        """Whether these are its first tokens; on any thread.
+
+        Rows of own layers are overwritten only after their tokens were taken from the timeline.
+        """
+        return self._tokens[: len(head)] == list(head)
+
+    def reusable(self, tokens: Sequence[int]) -> int:
+        """Return how many leading tokens need no evaluation; see `contracts.Session.reusable`."""
+        held = self._tokens[:]
+        n_same = min(common_prefix(held, tokens), max(len(tokens) - 1, 0))
+        whole = n_same == len(held) and not self._stages_hold_more
+        return n_same if whole or self._rewinds else 0
+
     def sync(
         self,
         tokens: Sequence[int],
@@ -107,23 +191,23 @@ class ClusterSession:
         self._check_length(len(wanted))
         if wanted == self._tokens and self._logits is not None:
             return SyncResult(logits=self._logits, n_cached=len(wanted))
-        return self._advance(wanted, progress, cancelled)
+        n_same = min(common_prefix(self._tokens, wanted), len(wanted) - 1)
+        return self._advance(_Goal(n_same, wanted[n_same:]), progress, cancelled)
 
     def eval(self, token: int) -> F32:
         """Append one token; see `contracts.Session.eval`."""
         self._check_length(len(self._tokens) + 1)
-        return self._advance([*self._tokens, token], None, None).logits
+        return self._advance(_Goal(len(self._tokens), [token]), None, None).logits
 
     def rewind(self, n_tokens: int) -> None:
         """Forget everything after the first `n_tokens` tokens; stages follow with the next span."""
         if n_tokens < len(self._tokens):
-            del self._tokens[n_tokens:]
-            self._hash = prefix_hash(self._tokens)
+            self._cut_back(n_tokens)
             self._stages_hold_more = True
             self._logits = None
 
     def save(self) -> list[memoryview]:
-        """Return a `DSV4` payload in pieces; see `contracts.Session.save`."""
+        """Return the session's payload in pieces; see `contracts.Session.save`."""
         if self._logits is None:
             raise SnapshotError(
                 f"session of {len(self._tokens)} tokens: has no logits for the last one, "
@@ -140,14 +224,17 @@ class ClusterSession:
         tokens = whole.tokens.tolist()
         transcript = Transcript(tokens=tuple(tokens), token_hash=prefix_hash(tokens))
         self._forget()  # a stage that is not reached keeps what it has, until a replay
+        self._takes_memory = True
         self._snapshots.load(route, transcript, whole)
         self._tokens, self._hash = tokens, transcript.token_hash
         self._logits = whole.logits.copy()
+        self._held_on, self._rewinds = route.hops, route.can_rewind
 
     def close(self) -> None:
         """Forget the timeline; the id lives on, since a C worker never frees a session."""
         self._forget()
         self._source.end_session(self.session_id)
+        self._takes_memory = False
 
     def _check_length(self, n_tokens: int) -> None:
         if not 1 <= n_tokens <= self.n_ctx:
@@ -158,25 +245,65 @@ class ClusterSession:
         self._stages_hold_more = False
         self._logits = None
 
+    def _cut_back(self, n_tokens: int) -> None:
+        if n_tokens < len(self._tokens):
+            del self._tokens[n_tokens:]
+            self._hash = prefix_hash(self._tokens)
+
     def _advance(
-        self, wanted: list[int], progress: Progress | None, cancelled: Cancelled | None
+        self, goal: _Goal, progress: Progress | None, cancelled: Cancelled | None
     ) -> SyncResult:
         """Evaluate what is missing, replaying from zero if a stage refuses or is lost."""
         recovery = Recovery()
-        after_loss = False
+        failure: Failure | None = None
         while True:
+            after_loss = failure is Failure.LOST
             route = self._source.ensure_route(after_loss=after_loss, cancelled=cancelled)
+            self._rewinds = route.can_rewind
             try:
-                return self._evaluate(route, wanted, progress, cancelled)
+                self._keep(route, goal)
+                if failure is None and self._borrow(route, goal):
+                    recovery.refused += 1  # the notice may come too late twice: for the replay too
+                return self._evaluate(route, goal, progress, cancelled)
             except CancelledError:
                 raise
             except Ds4Error as e:
-                self._forget()
                 failure = self._meaning(e, route, recovery)
+                if failure is Failure.FULL:
+                    self._get_room(e, route, recovery, goal)
+                    continue
+                self._start_over(goal)
                 if not recovery.allows(failure):
                     raise
-                after_loss = failure is Failure.LOST
-                log.warning("replaying %d tokens from the start: %s", len(wanted), e)
+                route.telemetry.count_replay()
+                log.warning("replaying %d tokens from the start: %s", goal.length, e)
+
+    def _start_over(self, goal: _Goal) -> None:
+        """Forget the timeline, of which nothing is certain any more."""
+        goal.todo = [*self._tokens[: goal.n_same], *goal.todo]
+        goal.n_same = goal.n_done = 0
+        self._forget()
+
+    def _get_room(self, error: Ds4Error, route: Route, recovery: Recovery, goal: _Goal) -> None:
+        """Let idle sessions go, for an attempt to go on from what is cached.
+
+        Raises:
+            CapacityError: There are none, or it did not help.
+            RemoteWorkError: The same, in words of a hop that can not be understood.
+        """
+        n_done = len(self._tokens) - goal.n_same
+        goal.todo = goal.todo[n_done:]
+        goal.n_same, goal.n_done = goal.n_same + n_done, goal.n_done + n_done
+        again = recovery.allows(Failure.FULL)
+        if again and recovery.full:
+            again = self._company.make_room(len(goal.todo))
+            log.info("idle sessions make room for %d tokens: %s; %s", len(goal.todo), again, error)
+        elif again and isinstance(error, RemoteWorkError):
+            # hops read of those who went on other connections than of this span: perhaps later
+            self._source.wait_for_change(route, _NEWS_SECONDS)
+        if not again:
+            told = as_capacity(error)
+            raise told from (None if told is error else error)
 
     def _meaning(self, error: Ds4Error, route: Route, recovery: Recovery) -> Failure:
         """Decide what a failed attempt means.
@@ -190,16 +317,37 @@ class ClusterSession:
             return Failure.LOST
         return failure
 
+    def _keep(self, route: Route, goal: _Goal) -> None:
+        """Cut the timeline to what can be reused.
+
+        Without rewind, caches are of use only if all that every stage holds is to stay.
+        """
+        whole = goal.n_same == len(self._tokens) and not self._stages_hold_more
+        if not (whole or route.can_rewind):
+            goal.todo = [*self._tokens[: goal.n_same], *goal.todo]
+            goal.n_same = goal.n_done = 0
+        self._cut_back(goal.n_same)
+
+    def _borrow(self, route: Route, goal: _Goal) -> bool:
+        """Begin as another session did, if that saves much; False if nothing was copied."""
+        if len(goal.todo) <= MIN_SAVED:
+            return False
+        wanted = [*self._tokens, *goal.todo]
+        self._takes_memory = True
+        others = self._company.others(self)
+        n_copied = self._heads.borrow(route, others, wanted, goal.n_same)
+        if n_copied:
+            self._tokens, goal.todo = wanted[:n_copied], wanted[n_copied:]
+            self._hash = prefix_hash(self._tokens)
+            goal.n_same = n_copied
+        return n_copied > 0
+
     def _evaluate(
-        self,
-        route: Route,
-        wanted: list[int],
-        progress: Progress | None,
-        cancelled: Cancelled | None,
+        self, route: Route, goal: _Goal, progress: Progress | None, cancelled: Cancelled | None
     ) -> SyncResult:
-        """Evaluate `wanted` after what is reusable of the timeline, over one route."""
-        start = self._keep(route, wanted)
-        spans = self._cut(route, wanted, start)
+        """Evaluate what is to do behind the timeline, over one route."""
+        start, todo, length = goal.n_same, goal.todo, goal.length
+        spans = self._cut(route, goal)
         pipelined = self._pipelined(route, spans)
         tuning = self._config.prefill
         window = window_size(tuning, len(route.hops), len(spans)) if pipelined else 1
@@ -207,13 +355,15 @@ class ClusterSession:
         def completed(n_spans: int) -> None:
             if n_spans:
                 done = spans[n_spans - 1]
-                self._tokens.extend(wanted[len(self._tokens) : done.end])
+                self._held_on = route.hops
+                self._tokens.extend(todo[len(self._tokens) - start : done.end - start])
                 self._hash = done.result_hash
                 if progress is not None:
-                    progress(done.end, len(wanted))
+                    progress(done.end, length)
 
         # until it returns, stages may be ahead of `tokens` by spans that were cut short
         self._stages_hold_more, self._logits = True, None
+        self._takes_memory = True
         run = SpanRun(
             self._drive(route), spans, window=window, pipelined=pipelined, completed=completed
         )
@@ -224,31 +374,34 @@ class ClusterSession:
             self._stages_hold_more = run.left_uneven or len(self._tokens) == start
             raise
         self._stages_hold_more, self._logits = False, logits
-        return SyncResult(logits=logits, n_cached=start)
+        return SyncResult(logits=logits, n_cached=goal.n_cached)
 
-    def _keep(self, route: Route, wanted: list[int]) -> int:
-        """Cut the timeline to what can be reused for `wanted` and return its length."""
-        keep = 0
-        if route.can_rewind or not self._stages_hold_more:
-            keep = reusable_prefix(self._tokens, wanted, can_rewind=route.can_rewind)
-        if keep < len(self._tokens):
-            del self._tokens[keep:]
-            self._hash = prefix_hash(self._tokens)
-        return keep
-
-    def _cut(self, route: Route, wanted: list[int], start: int) -> list[Span]:
-        """Return the spans after `start`."""
+    def _cut(self, route: Route, goal: _Goal) -> list[Span]:
+        """Return the spans of what is to do."""
+        if len(goal.todo) == 1:
+            return [self._step(route, goal)]
         tuning = self._config.prefill
         chunk = given_chunk(tuning, self.n_ctx)
         if chunk is None:
-            chunk = self._choose_chunk(route, start, len(wanted) - start)
+            chunk = self._choose_chunk(route, goal.n_same, len(goal.todo))
         return cut_spans(
-            wanted,
-            start,
+            [*self._tokens, *goal.todo],
+            goal.n_same,
             self._hash,
             chunk=chunk,
             shape=route.shape,
             ack_early=tuning.pipeline and tuning.ack_only and bool(route.hops),
+        )
+
+    def _step(self, route: Route, goal: _Goal) -> Span:
+        """Return the span of a single token, in a time that does not depend on the context."""
+        return Span(
+            tokens=tuple(goal.todo),
+            pos0=goal.n_same,
+            prefix_hash=self._hash,
+            result_hash=extend(self._hash, goal.todo),
+            flags=span_flags(route.shape, reset=goal.n_same == 0),
+            is_last=True,
         )
 
     def _choose_chunk(self, route: Route, start: int, n_tokens: int) -> int:

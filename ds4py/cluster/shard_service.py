@@ -16,12 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from ds4py.cluster.checks import Faults, WorkerFacts
-from ds4py.cluster.shards import GRACE_SECONDS, Arrival, time_limit, transfer_seconds
+from ds4py.cluster.shards import (
+    GRACE_SECONDS,
+    Arrival,
+    saved_sizes,
+    time_limit,
+    transfer_seconds,
+)
 from ds4py.cluster.timelines import Timeline
 from ds4py.contracts import SessionId, SliceRunner
 from ds4py.errors import (
@@ -33,7 +38,7 @@ from ds4py.errors import (
     SnapshotError,
     TransportError,
 )
-from ds4py.snapshot import CacheSizes, shard_bytes
+from ds4py.snapshot import shard_sizes
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.conversation import Conversation
@@ -182,17 +187,16 @@ class ShardService:
     def _receive(self, begin: LoadBegin, arrival: Arrival) -> None:
         """Read the shard; one that is too short is read as well, so that the connection goes on."""
         span, card = self._stage.facts.span, self._stage.device.runner.card
-        sizes = CacheSizes(**asdict(card.saved_form()), n_vocab=card.n_vocab)
-        expected = shard_bytes(sizes, span, begin.token_count)
-        if arrival.n_bytes == expected:
+        expected = shard_sizes(saved_sizes(card), span, begin.token_count)
+        if arrival.n_bytes in expected:
             arrival.take_memory()
-        if arrival.n_bytes <= expected:
+        if arrival.n_bytes <= expected[-1]:
             with time_limit(self._connection, transfer_seconds(arrival.n_bytes)):
                 arrival.receive(self._connection)
-        if arrival.n_bytes != expected:
+        if arrival.n_bytes not in expected:
             raise SnapshotError(
                 f"shard of layers {span} after {begin.token_count} tokens: "
-                f"{arrival.n_bytes} bytes, expected {expected}"
+                f"{arrival.n_bytes} bytes, expected {' or '.join(map(str, expected))}"
             )
 
     def _replace(self, begin: LoadBegin, payload: memoryview) -> None:
@@ -205,7 +209,9 @@ class ShardService:
                 raise CancelledError("the connection that sent the session is gone")
             for gone in timelines.vacate(session):
                 runner.drop(gone)
-            runner.load_cache(session, begin.token_count, payload)
+            self._stage.with_room(
+                lambda: runner.load_cache(session, begin.token_count, payload), (session,)
+            )
             timelines.adopt(session, begin.tokens, begin.token_hash, self._owner)
 
         try:

@@ -5,37 +5,46 @@ Owns: pulling every stage's shard, joining them, cutting a payload and pushing t
 operation has a connection of its own, to the hop's data port, and ends in bounded time; nothing
 that happens on it touches the route.
 
-What we ask of a route: every stage has the same context (spec 15, Q23). Shards that differ in
-`prefill_cap`, `raw_cap` or `comp_cap`, which a C coordinator refuses, are joined: none of these
-says anything about the tensors, and the payload names those of the first stage.
+What we ask of a route of DeepSeek V4: every stage has the same context (spec 15, Q23). Shards that
+differ in `prefill_cap`, `raw_cap` or `comp_cap`, which a C coordinator refuses, are joined: none of
+these says anything about the tensors, and the payload names those of the first stage.
+
+Shards of other models have a form of ours (docs/spec/kv-payload.md) and travel in the same frames:
+no C peer serves such a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from ds4py.cluster.device import DeviceThread
 from ds4py.cluster.registry import WorkerRecord
 from ds4py.cluster.route import Route
-from ds4py.cluster.shards import Arrival, next_frame, time_limit, transfer_seconds
+from ds4py.cluster.shards import (
+    Arrival,
+    next_frame,
+    saved_sizes,
+    time_limit,
+    transfer_seconds,
+)
 from ds4py.config import SocketConfig
 from ds4py.contracts import ModelCard, SessionId
 from ds4py.errors import ClusterError, RemoteProtocolError, RemoteWorkError, SnapshotError
 from ds4py.hidden import F32
 from ds4py.snapshot import (
-    CacheSizes,
-    Shard,
+    SavedShard,
+    SavedSizes,
     Whole,
     join,
-    read_dsv4,
-    read_dsvl,
-    shard_bytes,
+    read_shard,
+    read_whole,
+    shard_sizes,
     split,
-    write_dsv4,
-    write_dsvl,
+    write_shard,
+    write_whole,
 )
 from ds4py.spans import LayerSpan
 from ds4py.transport.connection import Connection
@@ -92,7 +101,7 @@ class Snapshots:
     next_request_id: Callable[[], int]
 
     def save(self, route: Route, transcript: Transcript, logits: F32) -> list[memoryview]:
-        """Return the pieces of a `DSV4` payload.
+        """Return the pieces of a whole session's payload.
 
         Args:
             route: Whose stages hold the session.
@@ -110,17 +119,17 @@ class Snapshots:
             self._read(self._pull(route, hop, transcript), hop.span, transcript, hop.name)
             for hop in route.hops
         ]
-        return write_dsv4(join(shards, transcript.tokens, logits))
+        return write_whole(join(shards, transcript.tokens, logits))
 
-    def read(self, payload: bytes | memoryview) -> Whole:
+    def read(self, payload: bytes | memoryview) -> Whole[SavedShard]:
         """Check a payload against the model and the context; the result holds views into it.
 
         Raises:
             SnapshotError: It can not be continued here.
         """
-        return read_dsv4(payload, self._sizes(), n_ctx=self.n_ctx)
+        return read_whole(payload, self._sizes(), n_ctx=self.n_ctx)
 
-    def load(self, route: Route, transcript: Transcript, whole: Whole) -> None:
+    def load(self, route: Route, transcript: Transcript, whole: Whole[SavedShard]) -> None:
         """Give every stage its part; after an error some stages may have it and others not.
 
         Args:
@@ -134,7 +143,7 @@ class Snapshots:
         """
         if route.local is not None:
             part = split(whole, route.local.runner.span)
-            payload, n_tokens = memoryview(b"".join(write_dsvl(part))), len(transcript.tokens)
+            payload, n_tokens = memoryview(b"".join(write_shard(part))), len(transcript.tokens)
             route.local.call(
                 lambda runner: runner.load_cache(self.session, n_tokens, payload),
                 timeout=self.device_seconds,
@@ -143,10 +152,10 @@ class Snapshots:
         for hop in route.hops:
             self._push(route, hop, transcript, split(whole, hop.span))
 
-    def _sizes(self) -> CacheSizes:
-        return CacheSizes(**asdict(self.card.saved_form()), n_vocab=self.card.n_vocab)
+    def _sizes(self) -> SavedSizes:
+        return saved_sizes(self.card)
 
-    def _copy(self, local: DeviceThread, transcript: Transcript) -> Shard:
+    def _copy(self, local: DeviceThread, transcript: Transcript) -> SavedShard:
         """Ask our own slice for its shard."""
         pieces = local.call(
             lambda runner: runner.save_cache(self.session),
@@ -158,11 +167,11 @@ class Snapshots:
 
     def _read(
         self, payload: memoryview, span: LayerSpan, transcript: Transcript, stage: str
-    ) -> Shard:
+    ) -> SavedShard:
         """Read a shard, whatever stage it is from, as if from a stranger."""
         n_tokens = len(transcript.tokens)
         try:
-            return read_dsvl(payload, self._sizes(), span, n_ctx=self.n_ctx, n_tokens=n_tokens)
+            return read_shard(payload, self._sizes(), span, n_ctx=self.n_ctx, n_tokens=n_tokens)
         except SnapshotError as e:
             raise SnapshotError(f"{stage}: {e}") from e
 
@@ -177,26 +186,28 @@ class Snapshots:
             layer_start=hop.span.start,
             layer_end=hop.span.end,
         )
-        n_bytes = shard_bytes(self._sizes(), hop.span, request.token_count)
-        arrival = Arrival(request.request_id, n_bytes)
-        with self._talk(route, hop, n_bytes) as connection:
+        sizes = shard_sizes(self._sizes(), hop.span, request.token_count)
+        with self._talk(route, hop, sizes[-1]) as connection:
             connection.send(encode(request))
             body = next_frame(connection, FrameType.SNAPSHOT_BEGIN).body
             begin = SnapshotBegin.from_body(SnapshotRecord.decode(body), body)
             if begin.status:
                 raise RemoteWorkError(begin.text, hop=hop.name)
-            _check_begin(begin, request, n_bytes)
+            _check_begin(begin, request, sizes)
+            arrival = Arrival(request.request_id, begin.payload_bytes)
             arrival.take_memory()
             arrival.receive(connection)
             _await_done(connection, request.request_id, hop)
         return arrival.payload
 
-    def _push(self, route: Route, hop: WorkerRecord, transcript: Transcript, part: Shard) -> None:
+    def _push(
+        self, route: Route, hop: WorkerRecord, transcript: Transcript, part: SavedShard
+    ) -> None:
         """Send a hop its shard.
 
         A hop that refuses before it has all of it closes; then its reason may be lost, as in ds4.
         """
-        payload = write_dsvl(part)
+        payload = write_shard(part)
         begin = LoadBegin(
             model_id=self.card.model_id,
             session_id=self.session,
@@ -230,7 +241,7 @@ class Snapshots:
             connection.close()
 
 
-def _check_begin(begin: SnapshotBegin, request: SaveRequest, n_bytes: int) -> None:
+def _check_begin(begin: SnapshotBegin, request: SaveRequest, sizes: Sequence[int]) -> None:
     """Compare a successful BEGIN with what was asked (spec 2.6)."""
     echo = ("model_id", "session_id", "request_id", "token_hash", "layer_start", "layer_end")
     for field in echo:
@@ -241,10 +252,10 @@ def _check_begin(begin: SnapshotBegin, request: SaveRequest, n_bytes: int) -> No
         raise RemoteProtocolError(
             f"BEGIN with {begin.token_count} tokens, expected 0 or {request.token_count}"
         )
-    if begin.payload_bytes != n_bytes:
+    if begin.payload_bytes not in sizes:
         raise RemoteProtocolError(
-            f"BEGIN announces a shard of {begin.payload_bytes} bytes, expected {n_bytes} after "
-            f"{request.token_count} tokens"
+            f"BEGIN announces a shard of {begin.payload_bytes} bytes, expected "
+            f"{' or '.join(map(str, sizes))} after {request.token_count} tokens"
         )
 
 

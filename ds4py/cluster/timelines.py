@@ -3,16 +3,16 @@
 Owns: the hash validation of docs/spec/wire-protocol.md 8.3 to 8.5 and the choice of a session to
 give up when the cache pool is full. Refuses to know: connections (an owner is an opaque object),
 caches, threads. Invariant: a span is admitted only if the session holds exactly the tokens that its
-prefix hash stands for.
+prefix hash stands for, or will hold them when what the device was given before is evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ds4py.contracts import SessionId
+from ds4py.contracts import NO_ROOM, SessionId
 from ds4py.errors import CancelledError, CapacityError, Ds4Error, ModelError, PrefixMismatchError
 from ds4py.wire.prefix_hash import INIT, extend
 
@@ -21,13 +21,14 @@ _REFUSALS: Final = (CancelledError, CapacityError, ModelError, PrefixMismatchErr
 
 @dataclass(slots=True)
 class Timeline:
-    """Tokens of one session.
+    """Tokens of one session, since it was last emptied.
 
     Args:
         owners: Connections that stand and have carried it: a coordinator may use several at once.
         tokens: Ids, oldest first.
         hash: Prefix hash of them.
-        valid: False after an evaluation failed half-way.
+        valid: False after an evaluation failed half-way, for good: a session that begins anew has
+            another timeline, which is no business of spans that were given to the device before.
         last_used: Grows with every admitted span of the stage.
     """
 
@@ -95,11 +96,14 @@ class Timelines:
             CapacityError: The session is new and every slot belongs to a connection that stands.
         """
         evict = self._make_room(claim.session)
-        line = self._sessions.get(claim.session) or Timeline(set())
+        line = known = self._sessions.get(claim.session) or Timeline(set())
         if claim.reset:
-            line.tokens.clear()
-            line.hash, line.valid = INIT, True
+            line = Timeline(known.owners, last_used=known.last_used)
+            if claim.session in self._sessions:
+                self._sessions[claim.session] = line
         rewind_to = self._match(line, claim)
+        if not line.valid:  # so it is empty, or it had not matched
+            line = Timeline(known.owners)
         # only an admitted span takes a slot: a stream of unknown ids costs nothing
         self._sessions[claim.session] = line
         if evict is not None:
@@ -128,14 +132,38 @@ class Timelines:
             return claim.pos0
         raise PrefixMismatchError("worker KV prefix hash mismatch")
 
-    def commit(self, claim: Claim) -> None:
-        """Record that an admitted span was evaluated."""
-        line = self._sessions[claim.session]
-        line.tokens.extend(claim.tokens)
-        line.hash, line.valid = claim.result_hash, True
+    def commit(self, claim: Claim) -> Timeline | None:
+        """Record that the device was given an admitted span.
 
-    def vacate(self, session: SessionId) -> list[SessionId]:
+        Returns:
+            The timeline that it continues; None if its session was given up meanwhile.
+        """
+        line = self._sessions.get(claim.session)
+        if line is None or line.hash != claim.prefix_hash:
+            return None
+        line.tokens.extend(claim.tokens)
+        line.hash = claim.result_hash
+        return line
+
+    def head(self, session: SessionId, n_tokens: int, token_hash: int) -> list[int]:
+        """Return the first tokens of a session, all of them evaluated.
+
+        Raises:
+            PrefixMismatchError: It does not hold so many, or others.
+        """
+        line = self._sessions.get(session)
+        if line is not None and line.valid and n_tokens <= len(line.tokens):
+            tokens = line.tokens[:n_tokens]
+            if extend(INIT, tokens) == token_hash:
+                return tokens
+        raise PrefixMismatchError("this stage does not hold the tokens that are to be copied")
+
+    def vacate(self, session: SessionId, spare: Collection[SessionId] = ()) -> list[SessionId]:
         """Forget a session whose cache is to be replaced, and another one if no slot is free.
+
+        Args:
+            session: Known or not.
+            spare: Not to be forgotten for it.
 
         Returns:
             The sessions whose caches must be dropped first.
@@ -144,11 +172,22 @@ class Timelines:
             CapacityError: As in `admit`; nothing is forgotten.
         """
         gone = [session] if self._sessions.pop(session, None) is not None else []
-        evict = self._make_room(session)
+        evict = self._make_room(session, spare)
         if evict is not None:
             del self._sessions[evict]
             gone.append(evict)
         return gone
+
+    def give_up(self, spare: Collection[SessionId]) -> SessionId | None:
+        """Forget the longest unused session that no connection stands for; None if there is none.
+
+        Args:
+            spare: Not to be forgotten.
+        """
+        orphan = self._oldest_orphan(spare)
+        if orphan is not None:
+            del self._sessions[orphan]
+        return orphan
 
     def adopt(
         self, session: SessionId, tokens: Sequence[int], token_hash: int, owner: Hashable
@@ -157,15 +196,28 @@ class Timelines:
         self._clock += 1
         self._sessions[session] = Timeline({owner}, list(tokens), token_hash, last_used=self._clock)
 
-    def evaluation_failed(self, claim: Claim, error: Ds4Error) -> None:
+    def evaluation_failed(
+        self, claim: Claim, error: Ds4Error, line: Timeline | None = None
+    ) -> None:
         """Record that a span was not evaluated.
 
         A refusal before evaluation leaves the timeline usable; a failure of the device itself does
         not: then only a reset makes the session usable again (spec 8.5).
+
+        Args:
+            claim: The span.
+            error: What became of it.
+            line: What `commit` returned, if the device had been given the span. The timeline then
+                ends where the span began, whatever else the device was given meanwhile.
         """
-        line = self._sessions.get(claim.session)
-        if line is not None and not isinstance(error, _REFUSALS):
+        if line is not None:
             line.valid = False
+            del line.tokens[claim.pos0 :]
+            line.hash = extend(INIT, line.tokens)  # of other tokens, if it was cut back meanwhile
+            return
+        present = self._sessions.get(claim.session)
+        if present is not None and not isinstance(error, _REFUSALS):
+            present.valid = False
 
     def forget(self, session: SessionId) -> None:
         """Forget a session that has ended for good."""
@@ -180,14 +232,22 @@ class Timelines:
         for line in list(self._sessions.values()):  # called while the device thread goes on
             line.owners.discard(owner)
 
-    def _make_room(self, session: SessionId) -> SessionId | None:
+    def _make_room(self, session: SessionId, spare: Collection[SessionId] = ()) -> SessionId | None:
         if session in self._sessions or len(self._sessions) < self._n_slots:
             return None
-        orphans = [(t.last_used, s) for s, t in self._sessions.items() if not t.owners]
-        if not orphans:
+        orphan = self._oldest_orphan(spare)
+        if orphan is None:
             raise CapacityError(
-                "session slots of this stage (raise --sessions, or close other sessions)",
+                f"{NO_ROOM}session slots of this stage (raise --sessions, or close other sessions)",
                 needed=len(self._sessions) + 1,
                 available=self._n_slots,
             )
-        return min(orphans)[1]
+        return orphan
+
+    def _oldest_orphan(self, spare: Collection[SessionId]) -> SessionId | None:
+        orphans = [
+            (line.last_used, session)
+            for session, line in self._sessions.items()
+            if not line.owners and session not in spare
+        ]
+        return min(orphans)[1] if orphans else None

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from ds4py.cluster.acquaintances import Acquaintances
 from ds4py.cluster.answers import final_result, telemetry_of, wanted
@@ -26,13 +26,15 @@ from ds4py.cluster.heartbeat import Heartbeat, agreed_timeout
 from ds4py.cluster.places import Places
 from ds4py.cluster.profile import profile_stage
 from ds4py.cluster.shard_service import MAX_TRANSFERS, ShardService
-from ds4py.cluster.timelines import Claim, Timelines
+from ds4py.cluster.timelines import Claim, Timeline, Timelines
 from ds4py.cluster.trace import Recorder
 from ds4py.cluster.turns import MAX_BATCH
 from ds4py.config import Address, SocketConfig, WorkerTuning
 from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork
 from ds4py.errors import (
     CancelledError,
+    CapacityError,
+    ClusterError,
     Ds4Error,
     RemoteProtocolError,
     TransportError,
@@ -45,6 +47,7 @@ from ds4py.wire.extensions import (
     Alive,
     Cancel,
     Drop,
+    Fork,
     HopLost,
     PeerHello,
     decode_notice,
@@ -62,6 +65,7 @@ from ds4py.wire.messages import (
 from ds4py.wire.work_messages import RESET_SESSION, RelayedResult
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _RESULT_DEPTH: Final = 64
 _DRAIN_SECONDS: Final = 60.0
@@ -111,6 +115,57 @@ class Stage:
             runner.drop(session)
 
         self.device.post(free, session=session)
+
+    def with_room(self, step: Callable[[], T], spare: Collection[SessionId]) -> T:
+        """Do what takes cache memory, on the device thread, giving up orphans while it is short.
+
+        Args:
+            step: Changes nothing when it fails.
+            spare: Sessions that it is about.
+
+        Raises:
+            CapacityError: There is too little even without the sessions of closed connections.
+        """
+        while True:
+            try:
+                return step()
+            except CapacityError:
+                orphan = self.timelines.give_up(spare)
+                if orphan is None:
+                    raise
+                self.device.runner.drop(orphan)
+
+    def copy_head(self, fork: Fork, owner: Hashable) -> None:
+        """Let a session begin as another one did, on the device thread.
+
+        Raises:
+            PrefixMismatchError: The other one does not hold these tokens.
+            CapacityError: There is no room.
+        """
+        source, target = SessionId(fork.session_from), SessionId(fork.session_to)
+        runner, spare = self.device.runner, (source, target)
+        tokens = self.timelines.head(source, fork.n_tokens, fork.prefix_hash)
+        for gone in self.timelines.vacate(target, spare):
+            runner.drop(gone)
+        self.with_room(lambda: runner.fork(source, target, fork.n_tokens), spare)
+        self.timelines.adopt(target, tokens, fork.prefix_hash, owner)
+
+
+@dataclass(slots=True)
+class _Passage:
+    """A span on its way through the stage.
+
+    Args:
+        accepted: What was asked for.
+        claim: The same, for its timeline.
+        forwarder: The way to the next hop; None on the last one.
+        line: The timeline that it continues, once the device was given it.
+    """
+
+    accepted: AcceptedWork
+    claim: Claim
+    forwarder: Forwarder | None
+    line: Timeline | None = None
 
 
 class Upstream:
@@ -269,6 +324,21 @@ class Upstream:
                 self._stage.drop(SessionId(session_id))
             case HopLost(host, port):
                 self._stage.hop_lost(Address(host, port))
+            case Fork() as fork:
+                self._fork(fork)
+
+    def _fork(self, fork: Fork) -> None:
+        """Copy the head of a session once what waits of the other one for the device is done."""
+
+        def copy(_: SliceRunner) -> None:
+            try:
+                self._stage.copy_head(fork, self)
+            except Ds4Error as e:  # the span that continues it is refused as well
+                log.debug("%s: the head of a session is not copied: %s", self._name, e)
+            if self._dropped:  # it came to be ours after our sessions were given up
+                self._stage.timelines.orphan(self)
+
+        self._stage.device.post(copy, session=SessionId(fork.session_to))
 
     def _work(self, frame: Frame) -> None:
         verdict = check_work(frame.body, self._stage.facts)
@@ -294,12 +364,14 @@ class Upstream:
             result_hash=work.result_hash,
             reset=bool(int(work.flags) & RESET_SESSION),
         )
+        passage = _Passage(verdict, claim, forwarder)
         self._stage.device.submit(
             DeviceJob(
                 claim.session,
                 lambda: self._admit(verdict, claim),
-                lambda result: self._finish(verdict, claim, forwarder, result),
+                lambda result: self._finish(passage, result),
                 is_decode=work.n_tokens == 1,
+                queued=lambda: self._queued(passage),
             )
         )
 
@@ -333,6 +405,8 @@ class Upstream:
             runner.drop(admission.evict)
         if admission.rewind_to is not None:
             runner.rewind(claim.session, admission.rewind_to)
+        end = claim.pos0 + len(claim.tokens)
+        self._stage.with_room(lambda: runner.reserve(claim.session, end), (claim.session,))
         if self._profile is not None:
             self._profile.started(accepted.work.request_id)
         return SliceWork(
@@ -345,23 +419,26 @@ class Upstream:
             reply_bits=accepted.work.bits,
         )
 
-    def _finish(
-        self,
-        accepted: AcceptedWork,
-        claim: Claim,
-        forwarder: Forwarder | None,
-        output: SliceOutput | Ds4Error,
-    ) -> None:
+    def _queued(self, passage: _Passage) -> None:
+        """Record that the device was given a span, on its thread: the next one may follow."""
+        stage, session = self._stage, passage.claim.session
+        passage.line = stage.timelines.commit(passage.claim)
+        if stage.timelines.get(session) is None:  # given up since the span was admitted
+            stage.device.runner.drop(session)
+
+    def _finish(self, passage: _Passage, output: SliceOutput | Ds4Error) -> None:
         """Record what the device did and send it on its way, on the device thread."""
+        accepted, claim, forwarder = passage.accepted, passage.claim, passage.forwarder
+        if isinstance(output, SliceOutput) and passage.line is not None and not passage.line.valid:
+            output = ClusterError("an earlier span of the session failed")
         try:
             if self._profile is not None:
                 request, goes_on = accepted.work.request_id, forwarder is not None
                 self._profile.evaluated(request, output, forwarded=goes_on)
             if isinstance(output, SliceOutput):
-                self._stage.timelines.commit(claim)
                 self._deliver(accepted, forwarder, output)
             else:
-                self._stage.timelines.evaluation_failed(claim, output)
+                self._stage.timelines.evaluation_failed(claim, output, passage.line)
                 level = logging.DEBUG if isinstance(output, CancelledError) else logging.WARNING
                 log.log(level, "%s: span at %d failed: %s", self._name, claim.pos0, output)
                 refusal = error_result(accepted.work.request_id, str(output))

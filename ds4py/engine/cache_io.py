@@ -7,95 +7,142 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import CacheForm, ModelCard, SessionId
+from ds4py.contracts import CacheForm, ModelCard, PlainForm, SavedForm, SessionId
 from ds4py.errors import SnapshotError
-from ds4py.models.base import SavedLayer
-from ds4py.snapshot import CacheSizes, Capacities, Shard
+from ds4py.models.base import SavedLayer, SavedRows
+from ds4py.snapshot import (
+    KV_KINDS,
+    CacheSizes,
+    Capacities,
+    KvKind,
+    PlainLayer,
+    PlainShard,
+    PlainSizes,
+    SavedShard,
+    SavedSizes,
+    Shard,
+)
 
 if TYPE_CHECKING:
     from ds4py.engine.runner import LocalRunner
 
+_KINDS: Final = {
+    torch.float32: KV_KINDS["f32"],
+    torch.float16: KV_KINDS["f16"],
+    torch.bfloat16: KV_KINDS["bf16"],
+    torch.int8: KV_KINDS["q8_0"],
+}
+_BITS: Final = torch.int16
+"""What 16-bit floats are on their way, because NumPy has no bfloat16."""
 
-def cache_form(saved_layers: Sequence[SavedLayer] | None) -> CacheForm | None:
+
+def cache_form(saved: Sequence[SavedLayer] | SavedRows | None) -> SavedForm | None:
     """Return what a model's card says of saved sessions: `Shape.saved_layers`, all in one."""
-    if saved_layers is None:
+    if saved is None:
         return None
+    if isinstance(saved, SavedRows):
+        return PlainForm(n_heads=saved.n_heads, width=saved.width)
     return CacheForm(
-        ratios=tuple(layer.ratio for layer in saved_layers),
-        width=saved_layers[0].width,
-        index_width=max(layer.index_width for layer in saved_layers),
-        window=saved_layers[0].window,
+        ratios=tuple(layer.ratio for layer in saved),
+        width=saved[0].width,
+        index_width=max(layer.index_width for layer in saved),
+        window=saved[0].window,
     )
 
 
-def cache_sizes(card: ModelCard) -> CacheSizes:
+def saved_sizes(card: ModelCard) -> SavedSizes:
     """Return what a saved session of a model depends on.
 
     Raises:
         SnapshotError: Sessions of this architecture have no portable form.
     """
-    return CacheSizes(**asdict(card.saved_form()), n_vocab=card.n_vocab)
+    form = card.saved_form()
+    if isinstance(form, CacheForm):
+        return CacheSizes(**asdict(form), n_vocab=card.n_vocab)
+    return PlainSizes(
+        **asdict(form), model_id=card.model_id, n_layers=card.n_layers, n_vocab=card.n_vocab
+    )
 
 
 def capacities(config: EngineConfig, card: ModelCard, n_ctx: int) -> Capacities | None:
-    """Return what saved sessions name, None if they have no portable form."""
-    if card.cache_form is None:
+    """Return what saved sessions name of this process; None if their form names nothing."""
+    if not isinstance(card.cache_form, CacheForm):
         return None
     window = card.cache_form.window
     return Capacities.of(n_ctx, window, prefill_cap=config.prefill_cap, raw_cap=config.raw_cap)
 
 
-def save_shard(runner: LocalRunner, session: SessionId) -> Shard:
+def save_shard(runner: LocalRunner, session: SessionId) -> SavedShard:
     """Return a copy of a session's cache; must be called on the runner's thread.
 
     Raises:
         SnapshotError: The model's sessions have no portable form.
         ModelError: The session is unknown or empty.
     """
-    sizes = cache_sizes(runner.card)
-    assert runner.capacities is not None
+    sizes, span = saved_sizes(runner.card), runner.span
     n_tokens, saved = runner.export_cache(session)
+    if isinstance(sizes, PlainSizes):
+        layers = list(_plain_layers(saved))
+        return PlainShard(sizes=sizes, span=span, n_tokens=n_tokens, layers=layers)
+    assert runner.capacities is not None
     tensors = iter(saved)
     return Shard(
         sizes=sizes,
-        span=runner.span,
+        span=span,
         capacities=runner.capacities,
         n_tokens=n_tokens,
         layers=[
-            [next(tensors).numpy() for _ in sizes.shapes(layer, n_tokens)]
-            for layer in runner.span.layers
+            [next(tensors).numpy() for _ in sizes.shapes(layer, n_tokens)] for layer in span.layers
         ],
     )
 
 
-def load_shard(runner: LocalRunner, session: SessionId, shard: Shard) -> None:
+def load_shard(runner: LocalRunner, session: SessionId, shard: SavedShard) -> None:
     """Replace a session's cache, or begin a session with it; must be called on the runner's thread.
 
     Raises:
-        SnapshotError: The shard is of another model or other layers, or its tokens leave no room
-            in the context; the session is as before.
+        SnapshotError: The shard is of another model, other layers or another type of keys and
+            values, or its tokens leave no room in the context; the session is as before.
         CapacityError: The session is new and every cache slot is taken.
     """
     _check(runner, shard)
-    # torch wants aligned memory that may be written; what is both is not copied here
-    saved = [
-        torch.from_numpy(np.require(tensor, np.float32, ["C", "A", "W"]))
-        for layer in shard.layers
-        for tensor in layer
-    ]
+    if isinstance(shard, PlainShard):
+        held = runner.cache_layout[0].dtype
+        _check_kinds(shard, _KINDS[held])
+        saved = [_tensor(array, held) for layer in shard.layers for array in layer.arrays]
+    else:
+        saved = [_tensor(tensor, torch.float32) for layer in shard.layers for tensor in layer]
     runner.import_cache(session, shard.n_tokens, saved)
 
 
-def _check(runner: LocalRunner, shard: Shard) -> None:
-    if shard.sizes != (sizes := cache_sizes(runner.card)):
+def _plain_layers(saved: Sequence[torch.Tensor]) -> Iterator[PlainLayer]:
+    """Give exported tensors their type, layer by layer."""
+    arrays = iter(saved)
+    for values in arrays:
+        kind = _KINDS[values.dtype]
+        bits = values.view(torch.int16) if values.itemsize == _BITS.itemsize else values
+        scales = [next(arrays)] if kind.has_scales else []
+        yield PlainLayer(kind, [tensor.numpy() for tensor in (bits, *scales)])
+
+
+def _tensor(array: npt.NDArray[Any], held: torch.dtype) -> torch.Tensor:
+    """Return what a payload holds, the bits of 16-bit floats as the type that the cache has."""
+    # torch wants aligned memory that may be written; what is both is not copied here
+    tensor = torch.from_numpy(np.require(array, array.dtype, ["C", "A", "W"]))
+    return tensor.view(held) if tensor.dtype is _BITS else tensor
+
+
+def _check(runner: LocalRunner, shard: SavedShard) -> None:
+    if shard.sizes != (sizes := saved_sizes(runner.card)):
         raise SnapshotError(f"saved cache: of {shard.sizes}, expected {sizes}")
     if shard.span.layers != runner.span.layers:
         raise SnapshotError(
@@ -106,3 +153,12 @@ def _check(runner: LocalRunner, shard: Shard) -> None:
             f"saved cache: {shard.n_tokens} tokens, expected at most {runner.n_ctx - 1}; "
             f"start with a context of at least {shard.n_tokens + 1} tokens"
         )
+
+
+def _check_kinds(shard: PlainShard, own: KvKind) -> None:
+    for number, layer in zip(shard.span.layers, shard.layers, strict=True):
+        if layer.kind != own:
+            raise SnapshotError(
+                f"saved cache: {layer.kind.name} keys and values in layer {number}, expected "
+                f"{own.name}; start with --kv-type {layer.kind.name}, or evaluate the prompt again"
+            )

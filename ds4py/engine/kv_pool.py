@@ -19,6 +19,7 @@ from typing import Final
 import psutil  # type: ignore[import-untyped]  # the package has no annotations
 import torch
 
+from ds4py.contracts import NO_ROOM
 from ds4py.engine import pages
 from ds4py.errors import CapacityError
 from ds4py.models.base import CacheTensor
@@ -95,7 +96,7 @@ class KvPool:
         """
         if not self._free:
             raise CapacityError(
-                "sessions: every cache slot is taken; end a session or start with more",
+                f"{NO_ROOM}every session slot is taken; end a session or raise --sessions",
                 needed=self.n_slots + 1,
                 available=self.n_slots,
             )
@@ -124,6 +125,15 @@ class KvPool:
         del self._tokens[slot]
         self._free.append(slot)
 
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        """Copy what the first tokens of a slot need to another one.
+
+        Both must have memory for them. A tensor without a token axis is copied as a whole.
+        """
+        pairs = zip(self._caches[source], self._caches[target], strict=True)
+        for part, (old, new) in zip(self._parts, pairs, strict=True):
+            part.head(new, n_tokens).copy_(part.head(old, n_tokens))
+
     def cache(self, slot: int) -> list[torch.Tensor]:
         """Return a slot's tensors, as described by the layout; their content is arbitrary.
 
@@ -142,7 +152,7 @@ class KvPool:
         more, left = self._cost(wanted) - self._cost(held), self._budget - self._used
         if more > left:
             raise CapacityError(
-                f"KV cache: {len(self._tokens)} sessions hold {_size(self._used)} of the budget of "
+                f"{NO_ROOM}{len(self._tokens)} sessions hold {_size(self._used)} of the budget of "
                 f"{_size(self._budget)}, and a session of {held} tokens would have {wanted}; end a "
                 "session, shorten the prompt, or start with a larger --kv-budget; bytes",
                 needed=more,
@@ -193,8 +203,15 @@ class _Part:
 
     def rows(self, n_tokens: int) -> int:
         """Return how many rows of each plane a session of so many tokens holds."""
-        covered = min(_n_pages(n_tokens) * PAGE_TOKENS, self.n_ctx)
-        return -(-covered * self.n_rows // self.n_ctx)
+        return self._rows_of(min(_n_pages(n_tokens) * PAGE_TOKENS, self.n_ctx))
+
+    def head(self, tensor: torch.Tensor, n_tokens: int) -> torch.Tensor:
+        """Return the rows of the first tokens in every plane, as a view."""
+        planes = tensor.view(self.n_planes, self.n_rows, -1)
+        return planes[:, : self._rows_of(n_tokens)]
+
+    def _rows_of(self, n_tokens: int) -> int:
+        return -(-n_tokens * self.n_rows // self.n_ctx)
 
     def give_back(self, address: int, held: int, kept: int) -> None:
         """Let the system have what a session of `held` tokens holds more than one of `kept`."""

@@ -10,20 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import (
+    ModelCard,
+    PlainForm,
+    SessionId,
+    SliceOutput,
+    SliceWork,
+    Started,
+    Want,
+)
 from ds4py.engine.answers import answers
-from ds4py.engine.cache_io import cache_sizes, load_shard, save_shard
+from ds4py.engine.cache_io import load_shard, save_shard, saved_sizes
 from ds4py.engine.graphs import graphed
 from ds4py.engine.kv_pool import KvPool, KvUse
 from ds4py.engine.staging import Later, Staging, active, staging_for
 from ds4py.errors import CapacityError, Ds4Error, ModelError
 from ds4py.hidden import F32, HiddenBatch
-from ds4py.models.base import Segment, Slice
+from ds4py.models.base import CacheTensor, Segment, Slice
 from ds4py.models.ops.cuda.step import DecodeStep, step_numbers
-from ds4py.snapshot import Capacities, read_dsvl, write_dsvl
+from ds4py.snapshot import Capacities, read_shard, write_shard
 from ds4py.spans import LayerSpan
 
 
@@ -51,6 +60,20 @@ class _Job:
     timeline: _Timeline
 
 
+class _Moment(Protocol):
+    """A moment in the work of a device, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+
+class _Begun(NamedTuple):
+    """A batch that was queued, and the moment when all of it has been computed."""
+
+    complete: Later[dict[int, SliceOutput | Ds4Error]]
+    computed: _Moment
+
+
 class LocalRunner:
     """A slice of one model on one device.
 
@@ -64,7 +87,7 @@ class LocalRunner:
         device: Where all of it lives.
         n_ctx: Tokens that one session can hold.
         weight_bytes: Packed bytes of the slice's tensors.
-        capacities: What saved sessions name; None if the model's have no portable form.
+        capacities: What saved sessions name of this process; None if their form names nothing.
         staging: How activations come and go; None takes what suits the device.
     """
 
@@ -134,6 +157,11 @@ class LocalRunner:
         return self._weight_bytes
 
     @property
+    def cache_layout(self) -> Sequence[CacheTensor]:
+        """One session's cache."""
+        return self._open_model().cache_layout()
+
+    @property
     def kv_use(self) -> KvUse:
         """The cache budget and what of it sessions hold."""
         return self._open_pool().use
@@ -153,18 +181,14 @@ class LocalRunner:
 
         Spans of one token run together, as one batch of the model; longer ones run alone.
         """
-        return self.start(batch)()
+        return self.start(batch).complete()
 
-    def start(self, batch: Sequence[SliceWork]) -> Later[list[SliceOutput | Ds4Error]]:
-        """Queue spans on the device, to be evaluated as by `run`.
+    def start(self, batch: Sequence[SliceWork]) -> Started:
+        """Queue spans on the device; see `contracts.SliceRunner.start`.
 
-        The next batch may be started before this one is complete, also for the same sessions. On
-        the CPU it is complete at once.
-
-        Returns:
-            What waits for the answers: to be called once, in the order of the starts.
+        On the CPU they are complete at once.
         """
-        refused: dict[int, SliceOutput | Ds4Error] = {}
+        refused: dict[int, Ds4Error] = {}
         alone: list[list[_Job]] = []
         single: list[_Job] = []
         for place, work in enumerate(batch):
@@ -181,12 +205,16 @@ class LocalRunner:
         begun = [self._evaluate(jobs) for jobs in (*alone, single) if jobs]
 
         def complete() -> list[SliceOutput | Ds4Error]:
-            found = dict(refused)
+            found: dict[int, SliceOutput | Ds4Error] = dict(refused)
             for part in begun:
-                found |= part()
+                found |= part.complete()
             return [found[place] for place in range(len(batch))]
 
-        return complete
+        return Started(
+            refused=refused,
+            complete=complete,
+            ready=lambda: all(part.computed.query() for part in begun),
+        )
 
     @torch.inference_mode()
     def apply_head(self, row: HiddenBatch) -> F32:
@@ -219,27 +247,39 @@ class LocalRunner:
             ModelError: The session is unknown or shorter, or its cache no longer holds what a
                 timeline of that length needs.
         """
-        timeline = self._timelines.get(session)
-        held = "an unknown session" if timeline is None else f"{timeline.length} tokens"
-        if timeline is None or not 0 <= n_tokens <= timeline.length:
-            raise ModelError(f"rewind of session {session}", got=held, expected=f">= {n_tokens}")
-        if n_tokens and n_tokens < timeline.floor:
-            raise ModelError(
-                f"rewind of session {session} with {held}",
-                got=f"a cut at {n_tokens}",
-                expected=f"0, or {timeline.floor} to {timeline.length}: older rows are gone",
-            )
+        timeline = self._cuttable("rewind", session, n_tokens)
         timeline.length = n_tokens
         self._open_pool().resize(timeline.slot, n_tokens)
 
+    def reserve(self, session: SessionId, n_tokens: int) -> None:
+        """Take memory ahead of spans; see `contracts.SliceRunner.reserve`."""
+        timeline = self._timelines.get(session)
+        if timeline is None or n_tokens > timeline.length:
+            self._held(session, n_tokens)
+
+    @torch.inference_mode()
+    def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
+        """Copy the first tokens of a session to another; see `contracts.SliceRunner.fork`.
+
+        Raises:
+            ModelError: The source is unknown or shorter, or its cache no longer holds what a
+                timeline of that length needs.
+            CapacityError: There is no slot or no memory for the target.
+        """
+        origin = self._cuttable("fork", source, n_tokens)
+        timeline = self._held(target, n_tokens)
+        with active(self._device):
+            self._open_pool().copy(origin.slot, timeline.slot, n_tokens)
+        timeline.length, timeline.floor = n_tokens, origin.floor
+
     def save_cache(self, session: SessionId) -> list[memoryview]:
         """Return a copy of a session's cache; see `contracts.SliceRunner.save_cache`."""
-        return write_dsvl(save_shard(self, session))
+        return write_shard(save_shard(self, session))
 
     def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
         """Replace a session's cache; see `contracts.SliceRunner.load_cache`."""
-        sizes = cache_sizes(self._card)
-        shard = read_dsvl(payload, sizes, self._span, n_ctx=self._n_ctx, n_tokens=n_tokens)
+        sizes = saved_sizes(self._card)
+        shard = read_shard(payload, sizes, self._span, n_ctx=self._n_ctx, n_tokens=n_tokens)
         load_shard(self, session, shard)
 
     @torch.inference_mode()
@@ -273,7 +313,9 @@ class LocalRunner:
         timeline.length = 0  # what is there now is overwritten, whatever happens
         cache = self._open_pool().cache(timeline.slot)
         self._open_model().import_cache(cache, n_tokens, saved)
-        timeline.length = timeline.floor = n_tokens
+        timeline.length = n_tokens
+        # rows that stood in a ring before the last ones are not saved
+        timeline.floor = 0 if isinstance(self._card.cache_form, PlainForm) else n_tokens
 
     def drop(self, session: SessionId) -> None:
         """Free a session's slot; an unknown session is no error."""
@@ -338,6 +380,20 @@ class LocalRunner:
             timeline.floor = 0
         return timeline
 
+    def _cuttable(self, why: str, session: SessionId, n_tokens: int) -> _Timeline:
+        """Return a session's timeline if its cache could be cut to so many tokens."""
+        timeline = self._timelines.get(session)
+        held = "an unknown session" if timeline is None else f"{timeline.length} tokens"
+        if timeline is None or not 0 <= n_tokens <= timeline.length:
+            raise ModelError(f"{why} of session {session}", got=held, expected=f">= {n_tokens}")
+        if n_tokens and n_tokens < timeline.floor:
+            raise ModelError(
+                f"{why} of session {session} with {held}",
+                got=f"a cut at {n_tokens}",
+                expected=f"0, or {timeline.floor} to {timeline.length}: older rows are gone",
+            )
+        return timeline
+
     def _held(self, session: SessionId, n_tokens: int) -> _Timeline:
         """Return a session's timeline with memory for so many tokens; a new one takes a slot."""
         timeline = self._timelines.get(session)
@@ -355,8 +411,8 @@ class LocalRunner:
         timeline.floor = max(timeline.floor, floor)
 
     @torch.inference_mode()
-    def _evaluate(self, jobs: Sequence[_Job]) -> Later[dict[int, SliceOutput | Ds4Error]]:
-        """Run one batch through the model; every answer carries the time of the whole batch."""
+    def _evaluate(self, jobs: Sequence[_Job]) -> _Begun:
+        """Queue one batch of the model; every answer carries the time of the whole batch."""
         started = time.perf_counter_ns()
         with active(self._device):
             hidden = self._forward(jobs)
@@ -364,9 +420,12 @@ class LocalRunner:
                 self._extend(job)
             works = [job.work for job in jobs]
             outputs = answers(works, hidden, self._open_model().logits, self._staging)
+            computed = torch.get_device_module(self._device).Event()
+            computed.record()
 
         def complete() -> dict[int, SliceOutput | Ds4Error]:
             ready = outputs()
+            computed.synchronize()  # also if nothing of the batch was wanted
             done = time.perf_counter_ns()
             # what was queued behind another batch began when that was complete
             eval_usec = (done - max(started, self._busy_until)) // 1000
@@ -375,9 +434,9 @@ class LocalRunner:
             return {job.place: replace(one, eval_usec=eval_usec) for job, one in pairs}
 
         if self._staging.overlaps:
-            return complete
+            return _Begun(complete, computed)
         finished = complete()
-        return lambda: finished
+        return _Begun(lambda: finished, computed)
 
     def _forward(self, jobs: Sequence[_Job]) -> torch.Tensor:
         model, pool = self._open_model(), self._open_pool()

@@ -104,6 +104,22 @@ class SavedLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRows:
+    """Sizes of the saved cache of layers that keep a key and a value of every token.
+
+    Such a layer's first cache tensor is `[2 heads, tokens, width]`, keys before values; of a type
+    with scales, its second are these, `[2 heads, tokens, scales]` (docs/spec/kv-payload.md).
+
+    Args:
+        n_heads: Key/value heads of a layer.
+        width: Values of a key, and of a value, of one head.
+    """
+
+    n_heads: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where and how a slice computes.
 
@@ -154,7 +170,7 @@ class Shape(Protocol):
         """What ds4 calls this model, or None if ds4 does not know it."""
 
     @property
-    def saved_layers(self) -> Sequence[SavedLayer] | None:
+    def saved_layers(self) -> Sequence[SavedLayer] | SavedRows | None:
         """Sizes of every layer's saved cache, or None if there is no portable form."""
 
     def canonical(self) -> str:
@@ -208,8 +224,9 @@ class Slice(Protocol):
         """Return a session's cache in the portable form (only with `Shape.saved_layers`).
 
         Returns:
-            float32 tensors on the CPU, per layer in the order of docs/spec/deepseek4-model.md 9.1
-            item 5, rows oldest first, slots of the compressors' state that mean nothing cleared.
+            Copies on the CPU, layer by layer. With `SavedRows` the first `length` rows of every
+            tensor of the cache; else float32 tensors in the order of docs/spec/deepseek4-model.md
+            9.1 item 5, oldest rows first, slots of the compressors' state without meaning cleared.
         """
 
     def import_cache(self, cache: Cache, length: int, saved: Sequence[torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from ds4py.models.base import (
     CacheTensor,
     Identity,
     Placement,
-    SavedLayer,
+    SavedRows,
     Segment,
     Take,
     TensorNeed,
@@ -118,9 +118,9 @@ class Shape:
         return None
 
     @property
-    def saved_layers(self) -> Sequence[SavedLayer] | None:
-        """None: there is no portable form of this cache yet."""
-        return None
+    def saved_layers(self) -> SavedRows:
+        """Sizes of every layer's saved cache."""
+        return SavedRows(n_heads=self.n_head_kv, width=self.d_head)
 
     def canonical(self) -> str:
         """Return every field as `name=value`, in the order of the class, separated by spaces."""
@@ -445,12 +445,14 @@ class Slice:
         return 0
 
     def export_cache(self, cache: Cache, length: int) -> list[torch.Tensor]:
-        """Raise: see `Shape.saved_layers`."""
-        raise NotImplementedError("llama has no portable cache")
+        """Return a session's rows as they are; see `models.base.Slice`."""
+        whole = torch.contiguous_format
+        return [held[:, :length].to("cpu", copy=True, memory_format=whole) for held in cache]
 
     def import_cache(self, cache: Cache, length: int, saved: Sequence[torch.Tensor]) -> None:
-        """Raise: see `Shape.saved_layers`."""
-        raise NotImplementedError("llama has no portable cache")
+        """Fill a session's cache with saved rows; see `models.base.Slice`."""
+        for held, rows in zip(cache, saved, strict=True):
+            held[:, :length].copy_(rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, V]` for float32 `[T, W]`."""

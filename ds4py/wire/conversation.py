@@ -104,6 +104,7 @@ NOTICES: Final = frozenset(
         (Side.DRIVER, ExtType.CANCEL),
         (Side.DRIVER, ExtType.DROP),
         (Side.DRIVER, ExtType.HOP_LOST),
+        (Side.DRIVER, ExtType.FORK),
     }
 )
 """What may be said at any time between peers that have exchanged extension hellos."""

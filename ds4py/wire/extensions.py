@@ -41,11 +41,13 @@ REWIND: Final = "rewind"
 CANCEL: Final = "cancel"
 DROP: Final = "drop"
 HOP_LOST: Final = "hop-lost"
+FORK: Final = "fork"
 """Features: the worker understands the notice of that name."""
 
 _CANCEL: Final = struct.Struct(">QQ")
 _DROP: Final = struct.Struct(">Q")
 _PORT: Final = struct.Struct(">H")
+_FORK: Final = struct.Struct(">QQIQ")
 
 _U32 = Annotated[int, Meta(ge=0, le=MAX_U32)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -208,7 +210,31 @@ class HopLost:
         return encode_frame(ExtType.HOP_LOST, pack(_PORT, "EXT_HOP_LOST", self.port) + host)
 
 
-Notice = Alive | Cancel | Drop | HopLost
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A session is to begin with a copy of another one's first tokens, instead of what it holds.
+
+    A stage that does not hold them does nothing, and then refuses the span that continues them.
+
+    Args:
+        session_from: Token timeline that is copied.
+        session_to: Token timeline that the copy replaces; may be new.
+        n_tokens: Tokens that are copied.
+        prefix_hash: Of these tokens.
+    """
+
+    session_from: int
+    session_to: int
+    n_tokens: int
+    prefix_hash: int
+
+    def encode(self) -> list[Buffer]:
+        """Return the frame's pieces."""
+        fields = (self.session_from, self.session_to, self.n_tokens, self.prefix_hash)
+        return encode_frame(ExtType.FORK, pack(_FORK, "EXT_FORK", *fields))
+
+
+Notice = Alive | Cancel | Drop | HopLost | Fork
 
 
 def decode_notice(frame: Frame) -> Notice:
@@ -227,6 +253,8 @@ def decode_notice(frame: Frame) -> Notice:
             return Drop(*_DROP.unpack(body))
         case ExtType.HOP_LOST if _PORT.size < len(body) <= _PORT.size + MAX_HOST_BYTES:
             return _decode_hop_lost(body)
+        case ExtType.FORK if len(body) == _FORK.size:
+            return Fork(*_FORK.unpack(body))
     raise RemoteProtocolError(
         f"{type_name(frame.type)} of {len(body)} bytes is no notice", kind="X-NOTICE"
     )

@@ -69,6 +69,7 @@ class ExtType(IntEnum):
     CANCEL = 258
     DROP = 259
     HOP_LOST = 260
+    FORK = 261
 
 
 EXT_HELLO: Final = ExtType.HELLO
@@ -284,6 +285,7 @@ def worker_limits(n_ctx: int, hidden_width: int) -> dict[int, int]:
         ExtType.CANCEL: 16,
         ExtType.DROP: 8,
         ExtType.HOP_LOST: 2 + MAX_HOST_BYTES,
+        ExtType.FORK: 28,
     }
 
 

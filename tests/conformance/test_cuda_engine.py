@@ -92,9 +92,9 @@ def test_batches_started_ahead_give_what_the_cpu_gives(model: Path) -> None:
     here, there = opened(model, "cpu"), opened(model, "cuda")
     works = spans((0, 20), (20, 21), (21, 40), (40, 41), (41, 42))
     begun = [there.start([work]) for work in works]
-    for work, complete in zip(works, begun, strict=True):
+    for work, started in zip(works, begun, strict=True):
         want = logits(here.run([work]))
-        assert np.abs(logits(complete()) - want).max() < 1e-3 * np.ptp(want)
+        assert np.abs(logits(started.complete()) - want).max() < 1e-3 * np.ptp(want)
 
 
 def test_starting_a_batch_does_not_wait_for_the_device(model: Path) -> None:
@@ -104,10 +104,10 @@ def test_starting_a_batch_does_not_wait_for_the_device(model: Path) -> None:
     runner.run(logits_not_here[:1])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        complete = runner.start(logits_not_here[1:])
+        started = runner.start(logits_not_here[1:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    (answer,) = complete()
+    (answer,) = started.complete()
     assert isinstance(answer, SliceOutput)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 from ds4py.cluster.coordinator import Coordinator
 from ds4py.cluster.session import ClusterSession
 from ds4py.cluster.worker import Worker
-from ds4py.config import CoordinatorConfig, EngineConfig, WorkerConfig
+from ds4py.config import CoordinatorConfig, EngineConfig, KvType, WorkerConfig
 from ds4py.contracts import SessionId
 from ds4py.engine import open_runner
 from ds4py.engine.open import read_model
-from ds4py.errors import SnapshotError, TransportError
+from ds4py.errors import RemoteWorkError, SnapshotError, TransportError
 from ds4py.hidden import F32
 from ds4py.snapshot import CacheSizes, Shard, read_dsvl
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES
@@ -97,15 +98,90 @@ def test_a_session_of_three_stages_goes_on_in_any_other_split(
         assert b"".join(session.save()) == payload, "evaluated here, the bytes are the same"
 
 
-def test_an_architecture_without_a_portable_form_says_so(tmp_path: Path) -> None:
-    toy = engine(toy_llama(tmp_path / "toy.gguf", n_layers=2, n_ctx=64), n_slots=1)
-    for local, cuts in (("0:output", []), (None, ["0:output"])):
-        with coordinator_of(toy, local, cuts) as cluster:
+# --- plain keys and values ------------------------------------------------------------------------
+
+LLAMA_PROMPT = [3 + (7 * k * k + k) % 250 for k in range(40)]
+
+
+def llama(path: Path, kv_type: KvType) -> EngineConfig:
+    return replace(engine(path, n_slots=2, n_ctx=64), kv_type=kv_type)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_llama(
+        tmp_path_factory.mktemp("toy") / "toy.gguf", n_vocab=768, n_ctx=64, quant="Q8_0"
+    )
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "bf16", "f16", "q8_0"])
+def test_a_llama_goes_on_in_any_other_split(toy: Path, kv_type: KvType) -> None:
+    """Saved by a coordinator with layers and two workers; never read but to be loaded."""
+    model = llama(toy, kv_type)
+    with coordinator_of(model, "0-0", ["1-2", "3:output"]) as cluster:
+        session = new_session(cluster)
+        session.sync(LLAMA_PROMPT)
+        session.eval(4)
+        payload = b"".join(session.save())
+        expected = go_on(session)
+    for local, cuts in (("0:output", []), (None, ["0-1", "2:output"])):
+        with coordinator_of(model, local, cuts) as cluster:
             session = new_session(cluster)
-            session.sync([3, 4, 5])
-            with pytest.raises(SnapshotError, match="sessions of llama models have no portable"):
-                session.save()
-            session.eval(6)
+            session.load(payload)
+            loaded = session.sync([*LLAMA_PROMPT, 4])
+            assert loaded.n_cached == len(LLAMA_PROMPT) + 1
+            assert b"".join(session.save()) == payload
+            for got, want in zip(go_on(session), expected, strict=True):
+                np.testing.assert_array_equal(got, want)
+            back = session.sync([*LLAMA_PROMPT[:20], 5])
+            assert back.n_cached == 20, "all rows are there: it can be cut back anywhere"
+
+
+@pytest.mark.parametrize(
+    ("local", "cuts"), [("0:output", []), (None, ["0-1", "2:output"])], ids=["alone", "workers"]
+)
+def test_a_llama_with_another_type_of_keys_and_values_says_how_to_start(
+    toy: Path, local: str | None, cuts: list[str]
+) -> None:
+    with coordinator_of(llama(toy, "f16"), None, ["0:output"]) as cluster:
+        session = new_session(cluster)
+        session.sync(LLAMA_PROMPT)
+        payload = b"".join(session.save())
+    with coordinator_of(llama(toy, "bf16"), local, cuts) as cluster:
+        session = new_session(cluster)
+        expected = session.sync(LLAMA_PROMPT).logits.copy()
+        with pytest.raises(
+            (SnapshotError, RemoteWorkError), match=r"f16 keys .* expected bf16; start with"
+        ):
+            session.load(payload)
+        assert session.tokens == ()
+        np.testing.assert_array_equal(session.sync(LLAMA_PROMPT).logits, expected)
+
+
+def test_a_damaged_llama_is_refused_and_the_session_goes_on(toy: Path, tmp_path: Path) -> None:
+    other = toy_llama(tmp_path / "toy.gguf", n_vocab=768, n_ctx=64, n_ff=64)
+    with coordinator_of(llama(toy, "auto"), "0-1", ["2:output"]) as cluster:
+        session = new_session(cluster)
+        session.sync(LLAMA_PROMPT)
+        payload = b"".join(session.save())
+        for broken in (payload[:-1], payload[:60], b"", payload + b"x", b"DSV4" + payload[4:]):
+            with pytest.raises(SnapshotError, match="DPKV payload: "):
+                session.load(broken)
+        assert session.sync(LLAMA_PROMPT).n_cached == len(LLAMA_PROMPT)
+    with (
+        coordinator_of(llama(other, "auto"), "0:output", []) as cluster,
+        pytest.raises(SnapshotError, match=r"model id is \d+, expected \d+; load it with"),
+    ):
+        new_session(cluster).load(payload)
+    short = replace(llama(toy, "auto"), n_ctx=len(LLAMA_PROMPT))
+    with (
+        coordinator_of(short, "0:output", []) as cluster,
+        pytest.raises(SnapshotError, match="start with a context of at least 41 tokens"),
+    ):
+        new_session(cluster).load(payload)
+
+
+# --- losses ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operation", ["save", "load"])

@@ -227,7 +227,7 @@ def test_jobs_that_race_with_close_are_all_finished_once() -> None:
 
 def test_waiting_for_a_device_that_hangs_ends() -> None:
     with gated() as (device, _), pytest.raises(ClusterError, match=r"no answer within 0.05 s"):
-        device.evaluate(work(1), timeout=0.05, prepare=lambda runner: None)
+        device.begin(work(1), prepare=lambda runner: None)(0.05)
 
 
 def test_a_call_returns_its_value_or_raises_its_error() -> None:

@@ -19,7 +19,7 @@ from ds4py.config import Address, RouteEntry
 from ds4py.spans import LayerSpec
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
-from ds4py.wire.extensions import CANCEL, DROP, HOP_LOST, REWIND, encode_peer_hello
+from ds4py.wire.extensions import CANCEL, DROP, FORK, HOP_LOST, REWIND, encode_peer_hello
 from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText
 from tests.by_hand import PROMPT, QUICK, WHOLE, dialling, n_workers
@@ -29,7 +29,7 @@ from tests.peers import N_CTX
 from tests.sockets import Background
 from tests.unit.cluster.extended import calling, exchange, extended_worker, worker_hello
 
-FEATURES = {CANCEL, DROP, HOP_LOST, REWIND}
+FEATURES = {CANCEL, DROP, FORK, HOP_LOST, REWIND}
 
 
 @pytest.fixture

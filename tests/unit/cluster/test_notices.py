@@ -15,7 +15,7 @@ from ds4py.cluster.forwarder import Forwarder
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import SliceWork
 from ds4py.errors import CancelledError, TransportTimeoutError
-from ds4py.wire.extensions import Cancel, Drop, HopLost
+from ds4py.wire.extensions import Cancel, Drop, Fork, HopLost
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import WorkFlags, encode
 from tests.by_hand import QUICK, good, serve
@@ -143,7 +143,7 @@ def test_a_span_for_a_hop_that_was_forgotten_a_moment_ago_is_answered(monkeypatc
     worker.close()
 
 
-@pytest.mark.parametrize("notice", [Cancel(1, 1), Drop(1), HopLost("h", 1)])
+@pytest.mark.parametrize("notice", [Cancel(1, 1), Drop(1), HopLost("h", 1), Fork(1, 2, 3, 4)])
 def test_notices_are_for_peers_that_have_introduced_themselves(notice) -> None:
     worker = start_worker(FakeRunner(span("0-5")))
     with driver(worker.address, WHOLE) as d:

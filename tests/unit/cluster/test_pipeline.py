@@ -13,6 +13,7 @@ from ds4py.cluster.pool import ClusterBackend
 from ds4py.cluster.port import CoordinatorPort
 from ds4py.config import Address, RouteEntry
 from ds4py.errors import (
+    CapacityError,
     ClusterError,
     Ds4Error,
     RemoteWorkError,
@@ -246,7 +247,7 @@ def test_more_sessions_than_a_stage_has_slots_is_told_to_the_client() -> None:
         backend = ClusterBackend(c.coordinator, 2)
         with backend.lease([1]) as first, backend.lease([2]) as second:
             first.sync(PROMPT)
-            with pytest.raises(RemoteWorkError, match=r"session slots.*needed 2, available 1"):
+            with pytest.raises(CapacityError, match=r"session slots.*needed 2, available 1"):
                 second.sync(PROMPT)
             np.testing.assert_array_equal(first.eval(7), reference_logits([*PROMPT, 7]))
     worker.close()

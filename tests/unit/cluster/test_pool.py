@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,31 @@ class Line:
 def test_the_session_that_saves_most_is_chosen(free, wanted, chosen) -> None:
     lines = [Line(*tokens) for tokens in free]
     assert choose_session(lines, wanted) is lines[chosen]
+
+
+A, B = list(range(400)), list(range(1000, 1400))
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "chosen"),
+    [
+        ([A[:300], []], [*A[:300], 7], 0),  # goes on
+        ([A[:300], []], [*A[:240], 7], 0),  # without the end of the last reply
+        ([A[:300], []], [*A[:230], 7], 1),  # another one that begins alike, and there is room
+        ([A[:300], B], [*A[:240], 7, 8], 0),
+        ([B, A[:300]], [*A[:240], 7, 8], 1),  # nobody else has to go for it
+        ([B, A[:300]], [*A[:230], 7, 8], 0),  # it would lose more than a quarter
+        ([A[:300], B], [*A[:230], 7, 8], 0),  # but it is the longest unused one itself
+        ([A[:300], B], [5, 7], 0),
+        ([A[:300], [], B], [5, 7], 1),
+        ([A[:100], A[:300], A[:200]], [*A[:300], 7], 1),
+    ],
+)
+def test_a_conversation_that_begins_alike_is_kept_if_its_head_can_be_copied(
+    free, wanted, chosen
+) -> None:
+    lines = [Line(*tokens) for tokens in free]
+    assert choose_session(lines, wanted, can_fork=True) is lines[chosen]
 
 
 @contextmanager
@@ -130,3 +156,38 @@ def test_who_waits_is_told_his_place_whenever_it_changes() -> None:
         assert places[0] == [1]
         assert places[2] in ([3, 2], [3, 2, 1])  # unless its turn had come meanwhile
         assert pool.n_waiting == 0
+
+
+def test_room_is_made_by_those_who_are_idle_the_longest_unused_first() -> None:
+    with backend(4) as pool:
+        sessions = []
+        for n in range(4):
+            with pool.lease([n]) as session:
+                session.sync([n] * (n + 2))  # 2, 3, 4 and 5 tokens
+                sessions.append(session)
+        assert pool._free == deque(sessions)
+        lengths = lambda: [len(s.tokens) for s in sessions]  # noqa: E731
+        held = lambda: len(pool._coordinator.local.runner._rows)  # noqa: E731
+        with pool.lease([0, 0, 0]) as busy:
+            assert busy is sessions[0]
+            assert pool.make_room(4)
+            assert lengths() == [2, 0, 0, 5]
+            wait_until(lambda: held() == 2, "their memory is free")
+            assert pool.make_room(1)
+            assert lengths() == [2, 0, 0, 0]
+            assert not pool.make_room(1)
+            assert list(busy.tokens) == [0, 0]
+        assert pool.make_room(100)
+        assert not pool.make_room(1)
+        wait_until(lambda: held() == 0, "nobody holds anything")
+
+
+def test_a_session_that_lost_its_timeline_is_closed_too() -> None:
+    """Its stages may hold any of it."""
+    with backend(2) as pool:
+        with pool.lease([1]) as session:
+            session.sync([1, 2, 3])
+            session.rewind(0)
+        assert session.takes_memory
+        assert pool.make_room(1)
+        assert not session.takes_memory

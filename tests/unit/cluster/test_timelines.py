@@ -159,6 +159,34 @@ def test_after_a_failure_of_the_first_span_position_zero_needs_no_reset() -> Non
     assert evaluate(stage, claim([5], [6])) == Admission()
 
 
+@pytest.mark.parametrize("error", [ClusterError("broken"), CancelledError("gone")])
+def test_a_failure_behind_the_start_takes_all_with_it_that_was_started_since(error) -> None:
+    stage = lines()
+    evaluate(stage, claim([], [5]))
+    started = []
+    for span in (claim([5], [6]), claim([5, 6], [7, 8])):
+        stage.admit(span, US)
+        started.append((span, stage.commit(span)))
+    (failed, line), (behind, same) = started
+    assert line is same is stage.get(A)
+    stage.evaluation_failed(failed, error, line)
+    stage.evaluation_failed(behind, error, line)
+    assert (line.tokens, line.hash, line.valid) == ([5], prefix_hash([5]), False)
+    with pytest.raises(ModelError, match="a reset"):
+        stage.admit(failed, US)
+
+
+def test_a_failure_is_no_business_of_a_session_that_began_anew_since() -> None:
+    stage = lines()
+    span, anew = claim([], [5]), claim([], [6, 7], reset=True)
+    stage.admit(span, US)
+    line = stage.commit(span)
+    assert evaluate(stage, anew) == Admission(reset=True)
+    stage.evaluation_failed(span, ClusterError("broken"), line)
+    assert tokens_of(stage) == [6, 7]
+    assert evaluate(stage, claim([6, 7], [8])) == Admission()
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -227,6 +255,15 @@ def test_a_session_that_was_carried_by_two_connections_is_an_orphan_without_both
     assert evaluate(stage, claim([], [7], session=B)).evict == A
 
 
+def test_a_session_that_begins_anew_still_belongs_to_all_that_carried_it() -> None:
+    stage = lines(n_slots=1)
+    evaluate(stage, claim([], [5]), US)
+    evaluate(stage, claim([], [6], reset=True), THEM)
+    stage.orphan(THEM)
+    with pytest.raises(CapacityError):
+        stage.admit(claim([], [7], session=B), "a third one")
+
+
 def test_no_session_is_given_up_for_a_span_that_is_refused() -> None:
     stage = lines(n_slots=1)
     evaluate(stage, claim([], [5]), THEM)
@@ -242,6 +279,56 @@ def test_a_session_that_has_ended_makes_room() -> None:
     stage.forget(B)
     stage.forget(A)
     assert evaluate(stage, claim([], [6], session=B)) == Admission(reset=True)
+
+
+def test_a_head_is_given_out_if_all_of_it_was_evaluated() -> None:
+    stage = lines()
+    evaluate(stage, claim([], [5, 6, 7]))
+    span = claim([5, 6, 7], [8])
+    stage.admit(span, US)  # not evaluated yet
+    assert stage.head(A, 2, prefix_hash([5, 6])) == [5, 6]
+    assert stage.head(A, 3, prefix_hash([5, 6, 7])) == [5, 6, 7]
+    for session, head in ((A, [5, 7]), (A, [5, 6, 7, 8]), (B, [5]), (B, [])):
+        with pytest.raises(PrefixMismatchError):
+            stage.head(session, len(head), prefix_hash(head))
+    stage.evaluation_failed(span, ClusterError("broken"))
+    with pytest.raises(PrefixMismatchError):
+        stage.head(A, 2, prefix_hash([5, 6]))
+
+
+def test_the_longest_unused_orphan_is_given_up_first_but_none_that_is_spared() -> None:
+    stage = lines(n_slots=3)
+    for number, session in enumerate((B, A, C)):
+        evaluate(stage, claim([], [number], session=session), US if session is C else THEM)
+    assert stage.give_up([]) is None
+    stage.orphan(THEM)
+    assert stage.give_up([B]) == A
+    assert stage.give_up([B]) is None
+    assert stage.give_up([A]) == B
+    assert stage.give_up([]) is None
+    assert (len(stage), tokens_of(stage, C)) == (1, [2])
+
+
+def test_room_is_not_made_at_the_cost_of_who_is_spared() -> None:
+    stage = lines(n_slots=1)
+    evaluate(stage, claim([], [5]), THEM)
+    stage.orphan(THEM)
+    with pytest.raises(CapacityError, match=r"^KV cache: "):
+        stage.vacate(B, [A])
+    assert stage.vacate(B) == [A]
+
+
+@pytest.mark.parametrize("change", ["forgotten", "replaced"])
+def test_what_was_evaluated_for_a_session_that_is_another_now_does_not_count(change) -> None:
+    stage = lines()
+    evaluate(stage, claim([], [5]))
+    span = claim([5], [6])
+    stage.admit(span, US)
+    stage.vacate(A)
+    if change == "replaced":
+        stage.adopt(A, [7, 8], prefix_hash([7, 8]), US)
+    stage.commit(span)
+    assert tokens_of(stage) == (None if change == "forgotten" else [7, 8])
 
 
 @given(

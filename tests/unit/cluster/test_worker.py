@@ -18,6 +18,7 @@ from ds4py.errors import ClusterError
 from ds4py.wire.extensions import (
     CANCEL,
     DROP,
+    FORK,
     HOP_LOST,
     REWIND,
     PeerHello,
@@ -88,7 +89,7 @@ def test_a_data_connection_starts_with_work_and_continues_with_it() -> None:
         {"input": memoryview(b"1234")},
         {"route_blob": memoryview(b"")},
     ],
-    ids=str,
+    ids=lambda broken: next(iter(broken)),
 )
 def test_after_any_refusal_the_next_span_succeeds(broken) -> None:
     with driven() as (_, d):
@@ -161,7 +162,7 @@ def test_the_extension_hello_is_answered() -> None:
         got = decode_peer_hello(frame.body)
         assert (got.role, got.layer_start, got.layer_end, got.has_output) == ("worker", 2, 3, False)
         assert got.listen_port == w.address.port
-        assert set(got.features) == {CANCEL, DROP, HOP_LOST, REWIND}
+        assert set(got.features) == {CANCEL, DROP, FORK, HOP_LOST, REWIND}
         assert got.weight_bytes == 2000
         d.check([], PROMPT)
 

@@ -1,11 +1,15 @@
 """Sessions leave a runner and enter another, cut anywhere; what does not fit changes nothing."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
@@ -13,7 +17,17 @@ from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.cache_io import load_shard, save_shard
 from ds4py.errors import CapacityError, ModelError, SnapshotError
 from ds4py.hidden import F32
-from ds4py.snapshot import Shard, Whole, join, read_dsvl, split, write_dsvl
+from ds4py.snapshot import (
+    Shard,
+    Whole,
+    join,
+    read_dsvl,
+    read_whole,
+    split,
+    write_dsvl,
+    write_shard,
+    write_whole,
+)
 from ds4py.spans import LayerSpec
 from tests import golden
 from tests.toys import toy_llama
@@ -30,6 +44,10 @@ def stage(layers: str, model=None, **options) -> LocalRunner:
         **{"device": "cpu", "precision": "f32", "n_ctx": 64, "n_slots": 2, "threads": 1} | options,
     )
     return open_runner(config, LayerSpec.parse(layers))
+
+
+def opened(layers: str, model=None, **options) -> closing[LocalRunner]:
+    return closing(stage(layers, model, **options))
 
 
 @contextmanager
@@ -189,12 +207,174 @@ def test_only_a_session_with_tokens_can_be_saved(middle):
     middle.drop(B)
 
 
-def test_an_architecture_without_a_portable_form_says_so(tmp_path, saved):
-    runner = stage("0:0", toy_llama(tmp_path / "m.gguf", n_ctx=64))
-    run(runner, (1, 2))
-    message = "sessions of llama models have no portable form, expected deepseek4"
-    with pytest.raises(SnapshotError, match=message):
-        save_shard(runner, A)
-    with pytest.raises(SnapshotError, match=message):
-        load_shard(runner, A, saved)
-    runner.close()
+# --- plain keys and values ------------------------------------------------------------------------
+
+KINDS = ("f32", "bf16", "f16", "q8_0")
+CUTS = (("0:output",), ("0:1", "2:output"), ("0:0", "1:2", "3:output"))
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """Heads of 32 values, and matrices that have fused steps."""
+    path = tmp_path_factory.mktemp("toy") / "m.gguf"
+    return toy_llama(path, n_head=2, n_head_kv=1, quant="Q4_1")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def llamas(request, toy) -> Iterator[list[list[LocalRunner]]]:
+    """One model in every cut, with caches of one type."""
+    cuts = [[stage(part, toy, kv_type=request.param) for part in cut] for cut in CUTS]
+    yield cuts
+    for runner in (runner for cut in cuts for runner in cut):
+        runner.close()
+
+
+def move(before: Sequence[LocalRunner], after: Sequence[LocalRunner], prompt, logits) -> bytes:
+    """Save a session and load it into other stages, all of it as bytes."""
+    session = join([save_shard(runner, A) for runner in before], prompt, logits)
+    payload = b"".join(write_whole(session))
+    sizes, n_ctx = session.cache.sizes, after[0].n_ctx
+    again = read_whole(payload, sizes, n_ctx=n_ctx)
+    for runner in after:
+        raw = memoryview(b"".join(write_shard(split(again, runner.span))))
+        runner.load_cache(A, len(prompt), raw)
+    return payload
+
+
+def drop(runners: Sequence[LocalRunner]) -> None:
+    for runner in runners:
+        runner.drop(A)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    before=st.sampled_from(range(3)),
+    after=st.sampled_from(range(3)),
+)
+def test_a_llama_continues_to_the_bit_in_another_split(llamas, lengths, before, after):
+    """Whatever the prompt, its chunks, the cuts, and the type of keys and values."""
+    prompt = [int(t) for t in np.random.default_rng(len(lengths)).integers(3, 270, sum(lengths))]
+    drop([*llamas[before], *llamas[after]])
+    ends = list(accumulate(lengths))
+    for start, end in pairwise([0, *ends]):
+        logits = feed(llamas[before], prompt[start:end])
+    payload = move(llamas[before], llamas[after], prompt, logits)
+    if after != before:
+        moved = [feed(llamas[after], tokens) for tokens in ((7,), (200, 12), (9,))]
+        for mine, tokens in zip(moved, ((7,), (200, 12), (9,)), strict=True):
+            assert np.array_equal(mine, feed(llamas[before], tokens))
+    else:  # into the very memory that it came from
+        assert move(llamas[before], llamas[after], prompt, logits) == payload
+
+
+def test_bytes_do_not_depend_on_the_cut(llamas):
+    payloads = set()
+    for cut in llamas:
+        drop(cut)
+        logits = feed(cut, PROMPT)
+        payloads.add(move(cut, cut, PROMPT, logits))
+    assert len(payloads) == 1
+
+
+def test_a_loaded_llama_can_be_cut_back_anywhere(llamas):
+    (whole, _, three) = llamas
+    drop([*whole, *three])
+    move(whole, three, PROMPT, feed(whole, PROMPT))
+    for runner in (*whole, *three):
+        runner.rewind(A, 5)
+    assert np.array_equal(feed(three, (7, 8)), feed(whole, (7, 8)))
+
+
+def test_a_saved_llama_is_a_copy(llamas):
+    (runner,) = llamas[0]
+    drop([runner])
+    run(runner, range(3, 67))  # all of the context: the rows are the whole tensors
+    before = b"".join(runner.save_cache(A))
+    pieces = runner.save_cache(A)
+    run(runner, range(100, 164), reset=True)
+    assert b"".join(pieces) == before
+    assert b"".join(runner.save_cache(A)) != before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_keys_and_values_than_the_caches_are_refused(toy, kind):
+    """Even where both take as many bytes; what was there goes on."""
+    payload = memoryview(b"")
+    with opened("0:1", toy, kv_type=kind) as runner:
+        run(runner, PROMPT)
+        payload = memoryview(b"".join(runner.save_cache(A)))
+    for other in KINDS:
+        if other == kind:
+            continue
+        with opened("0:1", toy, kv_type=other) as runner:
+            run(runner, PROMPT)
+            expected = b"".join(runner.save_cache(A))
+            words = (
+                f"saved cache: {kind} keys and values in layer 0, expected {other}; "
+                f"start with --kv-type {kind}"
+            )
+            for session in (A, B):
+                with pytest.raises(SnapshotError, match=words):
+                    runner.load_cache(session, len(PROMPT), payload)
+            assert b"".join(runner.save_cache(A)) == expected
+            assert runner.length(B) is None
+
+
+def test_a_route_of_stages_with_other_types_is_saved_and_loaded(toy):
+    with opened("0:1", toy, kv_type="q8_0") as first, opened("2:output", toy) as last:
+        logits = feed((first, last), PROMPT)
+        shards = [save_shard(runner, A) for runner in (first, last)]
+        session = join(shards, PROMPT, logits)
+        names = [layer.kind.name for layer in session.cache.layers]
+        assert names == ["q8_0", "q8_0", "f32", "f32"]
+        expected = feed((first, last), NEXT[:1])
+        drop((first, last))
+        move_in = read_whole(b"".join(write_whole(session)), session.cache.sizes, n_ctx=64)
+        for runner in (first, last):
+            load_shard(runner, A, split(move_in, runner.span))
+        assert np.array_equal(feed((first, last), NEXT[:1]), expected)
+        with (
+            opened("0:output", toy) as alone,
+            pytest.raises(SnapshotError, match="q8_0 keys and values in layer 0, expected f32"),
+        ):
+            load_shard(alone, A, move_in.cache)
+
+
+def test_a_llama_needs_room_for_one_more_token_and_no_more(toy):
+    with opened("0:1", toy) as runner:
+        run(runner, PROMPT)
+        payload = memoryview(b"".join(runner.save_cache(A)))
+    with opened("0:1", toy, n_ctx=len(PROMPT)) as small:
+        with pytest.raises(SnapshotError, match=r"tokens is 43, expected 1 to 42; .* 44 tokens"):
+            small.load_cache(A, len(PROMPT), payload)
+        assert small.length(A) is None
+    with opened("0:1", toy, n_ctx=len(PROMPT) + 1) as fits:
+        fits.load_cache(A, len(PROMPT), payload)
+        assert b"".join(fits.save_cache(A)) == payload
+
+
+def test_loading_counts_against_the_budget_of_the_caches(toy):
+    """What does not fit is refused, and a new session leaves no trace."""
+    with opened("0:1", toy, n_ctx=256, kv_budget=1 << 20) as runner:
+        run(runner, PROMPT)
+        used = runner.kv_use.used
+        payload = memoryview(b"".join(runner.save_cache(A)))
+        runner.load_cache(B, len(PROMPT), payload)
+        assert runner.kv_use.used == 2 * used
+    with opened("0:1", toy, n_ctx=256, kv_budget=used) as runner:
+        run(runner, PROMPT)
+        with pytest.raises(CapacityError, match="--kv-budget"):
+            runner.load_cache(B, len(PROMPT), payload)
+        assert (runner.length(B), runner.kv_use.used) == (None, used)
+
+
+def test_an_architecture_without_a_portable_form_says_so(toy):
+    with opened("0:0", toy) as runner:
+        run(runner, (1, 2))
+        runner._card = replace(runner.card, cache_form=None)
+        message = "sessions of llama models have no portable form; evaluate the prompt again"
+        with pytest.raises(SnapshotError, match=message):
+            runner.save_cache(A)
+        with pytest.raises(SnapshotError, match=message):
+            runner.load_cache(A, 2, memoryview(b""))

@@ -1,5 +1,6 @@
 """The account of cache memory: what sessions hold, what is refused, what the system gets back."""
 
+import ctypes
 import math
 import mmap
 import sys
@@ -128,6 +129,25 @@ def refusal_of(call: Callable[..., object], *args: int) -> tuple[int, int]:
     return caught.value.needed, caught.value.available
 
 
+@given(st.one_of(st.integers(1, N_CTX), st.sampled_from([255, 256, 257, N_CTX])))
+def test_a_copy_is_as_long_as_the_tokens_and_no_longer(n_tokens):
+    pool = KvPool(LAYOUT, N_SLOTS, CPU, n_ctx=N_CTX)
+    source, target = pool.acquire(N_CTX), pool.acquire(n_tokens)
+    mark(pool, source, 0, N_CTX)
+    for tensor in pool.cache(target):
+        tensor.fill_(-1)
+    pool.cache(source)[2].fill_(7)
+    pool.copy(source, target, n_tokens)
+    (rows, fourths, fixed), (old_rows, old_fourths, _) = pool.cache(target), pool.cache(source)
+    assert torch.equal(rows[:, :n_tokens], old_rows[:, :n_tokens])
+    assert (rows[:, n_tokens:] == -1).all()
+    n_fourths = -(-n_tokens // 4)
+    assert torch.equal(fourths[:n_fourths], old_fourths[:n_fourths])
+    assert (fourths[n_fourths + 1 :] == -1).all()  # they are said to fill evenly, not exactly
+    assert (fixed == 7).all()
+    assert pool.use.tokens == (N_CTX, n_tokens)
+
+
 def test_a_refusal_says_who_holds_what_and_what_to_do():
     pool = KvPool(LAYOUT, N_SLOTS, CPU, n_ctx=N_CTX, budget=2 * cost(300))
     pool.acquire(300)
@@ -192,6 +212,7 @@ def test_only_whole_pages_inside_the_range_are_lost():
 @pytest.mark.parametrize("kept", [0, 2048])
 def test_the_memory_of_a_cut_session_goes_back_to_the_system(kept):
     n_ctx, planes = 8192, 16
+    ctypes.CDLL(None).malloc_trim(0)  # or the pool gets memory that others have written to
     pool = KvPool([CacheTensor((planes, n_ctx, 128), torch.float32, 1)], 1, CPU, n_ctx=n_ctx)
     slot = pool.acquire(n_ctx)
     (rows,) = pool.cache(slot)
@@ -304,6 +325,34 @@ def test_dropping_rewinding_and_resetting_give_pages_back(model):
     runner.drop(A)
     assert n_pages(runner) == 0
     assert runner.kv_use.tokens == ()
+
+
+def test_a_fork_costs_what_it_holds_and_is_refused_without_room(model):
+    runner = stage(model, 3)
+    one(runner, work(A, 300))
+    one(runner, work(B, 100))
+    with pytest.raises(CapacityError) as caught:
+        runner.fork(A, B, 257)
+    assert (caught.value.needed, caught.value.available) == (PER_PAGE, 0)
+    assert (runner.length(A), runner.length(B)) == (300, 100)
+    runner.fork(A, B, 256)
+    assert runner.kv_use.tokens == (300, 256)
+    runner.rewind(A, 200)
+    runner.fork(B, A, 100)
+    assert runner.kv_use.tokens == (100, 256)
+    assert n_pages(runner) == 2
+
+
+def test_memory_that_is_taken_ahead_is_there_for_the_span(model):
+    runner = stage(model, 3)
+    runner.reserve(A, 600)
+    assert n_pages(runner) == 3
+    assert isinstance(one(runner, work(B, 1)), CapacityError)
+    with pytest.raises(CapacityError):
+        runner.reserve(B, 1)
+    assert isinstance(one(runner, work(A, 600)), SliceOutput)
+    runner.reserve(A, 5)  # for a reset: what is there stays until that
+    assert runner.kv_use.tokens == (600,)
 
 
 def test_a_reset_that_is_refused_leaves_the_session_as_it_was(model):

@@ -127,6 +127,52 @@ def test_rewind_beyond_what_is_held_is_refused(runner, session, n_tokens):
         runner.rewind(session, n_tokens)
 
 
+@pytest.mark.parametrize("kv_type", ["auto", "bf16", "f16", "q8_0"])
+@pytest.mark.parametrize("before", [(), (9, 9), tuple(range(20))])
+@pytest.mark.parametrize("n_tokens", [0, 1, 3, 4])
+def test_a_fork_goes_on_to_the_last_bit_like_the_original(model, kv_type, before, n_tokens):
+    runner = stage(model, kv_type=kv_type)
+    one(runner, work())
+    if before:
+        one(runner, work(before, session=B))
+    runner.fork(A, B, n_tokens)
+    assert (runner.length(A), runner.length(B)) == (4, n_tokens)
+    rest = (*HELLO, 9, 30)[n_tokens:]
+    copied = one(runner, work(rest, pos0=n_tokens, session=B)).logits
+    kept = one(runner, work((9, 30), pos0=4)).logits  # the original has lost nothing
+    runner.rewind(A, n_tokens)
+    expected = one(runner, work(rest, pos0=n_tokens)).logits
+    assert np.array_equal(copied, expected)
+    assert np.allclose(copied, kept, atol=1e-3 if kv_type == "auto" else 1.0)
+    runner.close()
+
+
+@pytest.mark.parametrize(("source", "n_tokens"), [(A, 5), (A, -1), (B, 0), (C, 1)])
+def test_a_fork_of_what_is_not_held_changes_nothing(runner, source, n_tokens):
+    one(runner, work())
+    with pytest.raises(ModelError, match="fork of session"):
+        runner.fork(source, B, n_tokens)
+    assert (runner.length(A), runner.length(B)) == (4, None)
+
+
+def test_a_fork_without_a_free_slot_is_a_capacity_error(runner):
+    runner.run([work(session=A), work(session=B)])
+    with pytest.raises(CapacityError, match=r"^KV cache: every session slot is taken"):
+        runner.fork(A, C, 2)
+    assert runner.length(C) is None
+
+
+def test_what_a_session_holds_can_be_taken_ahead_and_is_never_cut(runner):
+    runner.reserve(A, 3)
+    assert runner.length(A) == 0
+    one(runner, work())
+    runner.reserve(A, 2)
+    runner.reserve(B, 1)
+    assert (runner.length(A), runner.length(B)) == (4, 0)
+    with pytest.raises(CapacityError):
+        runner.reserve(C, 1)
+
+
 def test_a_full_context_is_a_capacity_error_that_changes_nothing(runner):
     one(runner, work(range(30), want=Want.NOTHING))
     error = refusal(runner, work((1, 2, 3), pos0=30))

@@ -1,6 +1,8 @@
 """Copies behind events: the same bits as direct ones, memory that lives as long as it is seen."""
 
 import gc
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,8 +195,8 @@ def test_batches_that_are_started_ahead_give_the_bits_of_single_ones(model):
     begun = [ahead.start([work]) for work in works]
     assert (ahead.overlaps, plain.overlaps) == (True, False)
     assert ahead.length(SessionId(1)) == 10
-    for work, complete in zip(works, begun, strict=True):
-        ((got,), (want,)) = complete(), plain.run([work])
+    for work, started in zip(works, begun, strict=True):
+        ((got,), (want,)) = started.complete(), plain.run([work])
         assert np.array_equal(got.logits, want.logits)
         assert got.eval_usec >= 0
 
@@ -204,13 +206,37 @@ def test_times_of_batches_started_ahead_add_up_to_no_more_than_the_whole(model, 
     monkeypatch.setattr("ds4py.engine.runner.time.perf_counter_ns", lambda: next(clock))
     runner = opened(model, streams=True)
     begun = [runner.start([work]) for work in spans((0, 4), (4, 9))]
-    times = [complete()[0].eval_usec for complete in begun]
+    times = [started.complete()[0].eval_usec for started in begun]
     assert times == [2000, 1000]
 
 
 def test_a_refusal_beside_a_batch_started_ahead_says_so_in_its_place(model):
     runner = opened(model, streams=True)
     bad, good = spans((3, 4), (0, 2))
-    refused, answered = runner.start([bad, good])()
+    started = runner.start([bad, good])
+    refused, answered = started.complete()
     assert isinstance(refused, ModelError)
+    assert started.refused == {0: refused}
     assert answered.logits is not None
+
+
+def test_a_batch_is_ready_and_complete_when_it_was_computed_whatever_is_wanted(model, monkeypatch):
+    calls: list[str] = []
+
+    class Moment:
+        def record(self) -> None:
+            calls.append("record")
+
+        def query(self) -> bool:
+            return "synchronize" in calls
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    runner = opened(model, streams=True)
+    (work,) = spans((0, 4))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Moment))
+    started = runner.start([replace(work, want=Want.NOTHING)])
+    assert (calls, started.ready()) == (["record"], False)
+    assert started.complete()[0].logits is None
+    assert (calls, started.ready()) == (["record", "synchronize"], True)

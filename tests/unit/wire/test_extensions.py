@@ -13,6 +13,7 @@ from ds4py.wire.extensions import (
     Alive,
     Cancel,
     Drop,
+    Fork,
     HopLost,
     PeerHello,
     decode_notice,
@@ -150,6 +151,7 @@ notices = st.one_of(
     st.builds(Cancel, u64, u64),
     st.builds(Drop, u64),
     st.builds(HopLost, hosts, st.integers(0, 65535)),
+    st.builds(Fork, u64, u64, st.integers(0, 2**32 - 1), u64),
 )
 
 
@@ -163,7 +165,7 @@ def test_decoding_an_encoded_notice_gives_the_notice(notice):
     assert seen.discarded == (notice != Alive())
 
 
-@given(st.sampled_from([*ExtType, 1, 261, 2**32 - 1]), st.binary(max_size=300))
+@given(st.sampled_from([*ExtType, 1, 262, 2**32 - 1]), st.binary(max_size=300))
 def test_any_bytes_give_a_notice_or_a_remote_error(frame_type, raw):
     notice, kind = attempt(lambda: decode_notice(Frame(frame_type, memoryview(raw))))
     assert kind in {"", "X-NOTICE"}
@@ -175,7 +177,13 @@ def test_any_bytes_give_a_notice_or_a_remote_error(frame_type, raw):
 
 @pytest.mark.parametrize(
     ("notice", "too_long"),
-    [(Alive(), 1), (Cancel(1, 2), 17), (Drop(1), 9), (HopLost("h", 1), 2 + 256)],
+    [
+        (Alive(), 1),
+        (Cancel(1, 2), 17),
+        (Drop(1), 9),
+        (HopLost("h", 1), 2 + 256),
+        (Fork(1, 2, 3, 4), 29),
+    ],
 )
 def test_a_longer_notice_than_any_is_refused_before_it_is_read(notice, too_long):
     header = joined(notice.encode())[:8] + too_long.to_bytes(4, "big")
@@ -184,7 +192,16 @@ def test_a_longer_notice_than_any_is_refused_before_it_is_read(notice, too_long)
 
 
 @pytest.mark.parametrize(
-    "notice", [Cancel(2**64, 0), Cancel(0, -1), Drop(-1), HopLost("h", 65536), HopLost("", 1)]
+    "notice",
+    [
+        Cancel(2**64, 0),
+        Cancel(0, -1),
+        Drop(-1),
+        HopLost("h", 65536),
+        HopLost("", 1),
+        Fork(1, 2, 2**32, 0),
+        Fork(1, 2, -1, 0),
+    ],
 )
 def test_a_notice_that_does_not_fit_its_fields_is_not_sent(notice):
     with pytest.raises(LocalProtocolError):

@@ -194,7 +194,7 @@ def test_a_field_that_does_not_fit_is_our_bug():
 
 def test_types_have_names_for_people():
     assert [type_name(n) for n in (1, EXT_HELLO, 77)] == ["HELLO", "EXT_HELLO", "frame type 77"]
-    assert [type_name(n) for n in (260, 261)] == ["EXT_HOP_LOST", "frame type 261"]
+    assert [type_name(n) for n in (261, 262)] == ["EXT_FORK", "frame type 262"]
 
 
 def test_a_peer_text_becomes_one_short_harmless_line():
