@@ -6,6 +6,7 @@ is the only module that imports both towers; only `bench`, `cli` and tests impor
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,16 +26,21 @@ from ds4py.config import (
     Address,
     CoordinatorConfig,
     EngineConfig,
+    KvType,
     ServerConfig,
     SocketConfig,
     WorkerConfig,
 )
+from ds4py.contracts import CacheForm
 from ds4py.engine.open import open_runner, read_model
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
-from ds4py.server.app import create_app
+from ds4py.server.app import create_app, save_sessions
+from ds4py.server.events import EventLog
 from ds4py.server.prompts import TextStack
 from ds4py.server.serve import HttpServer
+from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
+from ds4py.snapshot.kvc import ABI_DS4, ABI_OWN
 from ds4py.text.families import chat_for
 from ds4py.text.tokenizer import load_tokenizer
 from ds4py.transport.cores import keep_off
@@ -141,6 +147,42 @@ def load_text(engine: EngineConfig, n_ctx: int | None = None) -> TextStack:
         return TextStack(tokenizer, chat_for(file.metadata, tokenizer, n_ctx))
 
 
+def open_disk_cache(
+    folder: Path, options: DiskCacheOptions, node: Node, kv_type: KvType
+) -> DiskCache:
+    """Open the folder in which prefixes of a node's model outlive their sessions.
+
+    Args:
+        folder: Made if it is not there.
+        options: Budget and limits.
+        node: Whose sessions are saved.
+        kv_type: How its caches are held; what was saved in another way is not for it.
+
+    Raises:
+        ConfigError: The folder can not be used, or the model's sessions can not be saved.
+    """
+    card = node.backend.card
+    if card.cache_form is None:
+        raise ConfigError(
+            f"--kv-disk-dir: sessions of {card.architecture} models can not be saved; leave it out"
+        )
+    ds4s = isinstance(card.cache_form, CacheForm)
+    identity = CacheIdentity(
+        model_id=card.model_id,
+        quant_bits=card.quant_bits,
+        abi=ABI_DS4 if ds4s else ABI_OWN,
+        n_ctx=node.backend.n_ctx,
+        model=_digest(card.fingerprint, "" if ds4s else kv_type),
+        tokenizer=_digest(card.fingerprint),
+    )
+    return DiskCache(folder, options, identity)
+
+
+def _digest(*texts: str) -> str:
+    """Return a fingerprint of 32 characters."""
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
+
+
 @contextmanager
 def open_worker(
     engine: EngineConfig,
@@ -230,22 +272,40 @@ def join_cluster(node: Node, doors: Doors, sockets: SocketConfig) -> Iterator[No
 
 @contextmanager
 def serve_http(
-    node: Node, doors: Doors, config: ServerConfig, sockets: SocketConfig
+    node: Node,
+    doors: Doors,
+    config: ServerConfig,
+    sockets: SocketConfig,
+    *,
+    disk: DiskCache | None = None,
 ) -> Iterator[None]:
     """Serve HTTP clients and workers of a node.
 
     Without an address of its own, HTTP shares the coordinator's port.
+
+    Args:
+        node: What is served.
+        doors: Its addresses.
+        config: Of the HTTP front.
+        sockets: Socket options.
+        disk: Where prefixes outlive their sessions; None keeps none.
     """
     coordinator = node.coordinator
-    app = create_app(node.backend, node.text, config, n_sessions=coordinator.config.n_sessions)
+    n_sessions = coordinator.config.n_sessions
+    events = EventLog()
+    app = create_app(
+        node.backend, node.text, config, n_sessions=n_sessions, events=events, disk=disk
+    )
     server = HttpServer(app)
     with ExitStack() as stack:
-        stack.callback(server.close, _CLOSE_SECONDS)
+        stack.enter_context(events.attached())
         port = None
         if doors.shared is not None:
             adopt = server.adopt if doors.http is None else None
             port = CoordinatorPort(doors.shared, coordinator, sockets, adopt)
             stack.callback(port.close)
+        stack.callback(save_sessions, app)
+        stack.callback(server.close, _CLOSE_SECONDS, grace=config.grace_seconds)
         server.start([] if doors.http is None else [doors.http])
         if port is not None:
             port.start()

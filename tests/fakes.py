@@ -8,7 +8,7 @@ slow model passes a `Gate` and opens it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -21,7 +21,7 @@ from ds4py.contracts import (
     StageStatus,
     SyncResult,
 )
-from ds4py.errors import CancelledError, CapacityError, Ds4Error
+from ds4py.errors import CancelledError, CapacityError, Ds4Error, SnapshotError
 from ds4py.hidden import F32
 from ds4py.spans import whole_model
 
@@ -29,6 +29,9 @@ DEADLINE = 10.0
 """Seconds after which a wait in a fake means a broken test."""
 
 N_VOCAB = 64
+
+Script = Sequence[int] | Callable[[Sequence[int]], Sequence[int]]
+"""What a fake says: tokens, or what makes them of the prompt."""
 
 
 def timeline_hash(tokens: Sequence[int]) -> int:
@@ -120,7 +123,7 @@ class FakeSession:
         n_vocab: int = N_VOCAB,
         n_ctx: int = 256,
         chunk: int = 8,
-        script: Sequence[int] | None = None,
+        script: Script | None = None,
         failures: Mapping[int, Ds4Error] | None = None,
         gate: Gate | None = None,
     ) -> None:
@@ -128,6 +131,7 @@ class FakeSession:
         self._n_ctx = n_ctx
         self._chunk = chunk
         self._script = script
+        self._says: Sequence[int] | None = None
         self._failures = dict(failures or {})
         self._gate = gate
         self._tokens: list[int] = []
@@ -144,6 +148,9 @@ class FakeSession:
     def n_ctx(self) -> int:
         return self._n_ctx
 
+    def reusable(self, tokens: Sequence[int]) -> int:
+        return min(common_prefix(self._tokens, tokens), max(len(tokens) - 1, 0))
+
     def sync(
         self,
         tokens: Sequence[int],
@@ -157,6 +164,7 @@ class FakeSession:
         n_cached = min(common_prefix(self._tokens, tokens), len(tokens) - 1)
         self._tokens = self._tokens[:n_cached]
         self.n_prompt = len(tokens)
+        self._says = self._script(tokens) if callable(self._script) else self._script
         for start in range(n_cached, len(tokens), self._chunk):
             if cancelled is not None and cancelled():
                 raise CancelledError("the prompt was cancelled")
@@ -174,6 +182,14 @@ class FakeSession:
     def rewind(self, n_tokens: int) -> None:
         self._tokens = self._tokens[:n_tokens]
 
+    def save(self) -> list[memoryview]:
+        return [memoryview(b"FAKE"), memoryview(np.array(self._tokens, "<u4").tobytes())]
+
+    def load(self, payload: bytes | memoryview) -> None:
+        if bytes(payload[:4]) != b"FAKE" or len(payload) % 4:
+            raise SnapshotError("is no saved fake session, expected FAKE and token ids")
+        self._tokens = np.frombuffer(payload[4:], "<u4").tolist()
+
     def close(self) -> None:
         self.closed = True
 
@@ -190,9 +206,9 @@ class FakeSession:
 
     def _logits(self) -> F32:
         logits = fake_logits(self._tokens, self._n_vocab)
-        if self._script is not None:
-            step = min(len(self._tokens) - self.n_prompt, len(self._script) - 1)
-            logits[self._script[step]] = 100.0
+        if self._says is not None:
+            step = min(len(self._tokens) - self.n_prompt, len(self._says) - 1)
+            logits[self._says[step]] = 100.0
         return logits
 
 
@@ -214,6 +230,7 @@ class FakeBackend:
         n_vocab: Vocabulary size.
         n_ctx: Tokens that fit in a session.
         name: Name of the model.
+        model_id: Its number; 0 and 1 are ds4's own models.
         chunk: See `FakeSession`, like `script`, `failures` and `gate`.
         script: One script for all sessions.
         failures: For the first session only, so that a second request can be seen to succeed.
@@ -231,8 +248,9 @@ class FakeBackend:
         n_vocab: int = N_VOCAB,
         n_ctx: int = 256,
         name: str = "Fake Model",
+        model_id: int = 0x8000FA4E,
         chunk: int = 8,
-        script: Sequence[int] | None = None,
+        script: Script | None = None,
         failures: Mapping[int, Ds4Error] | None = None,
         gate: Gate | None = None,
     ) -> None:
@@ -250,7 +268,7 @@ class FakeBackend:
         self.missing = ""
         self._n_ctx = n_ctx
         self._card = ModelCard(
-            model_id=0x8000FA4E,
+            model_id=model_id,
             name=name,
             architecture="fake",
             n_layers=4,
@@ -294,6 +312,10 @@ class FakeBackend:
             with self._changed:
                 self._free.append(session)
                 self._changed.notify_all()
+
+    def n_cached(self, tokens: Sequence[int]) -> int:
+        with self._changed:
+            return max((session.reusable(tokens) for session in self._free), default=0)
 
     def health(self) -> Health:
         stage = StageStatus(name="coordinator", span=whole_model(self._card.n_layers))

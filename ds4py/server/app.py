@@ -1,15 +1,14 @@
-"""The Starlette application: which path does what, and how every failure looks to a client.
+"""The Starlette application: which path does what.
 
-Owns: routes, CORS, the border where exceptions become replies. Refuses to know: sockets, models,
-threads. Invariant: whatever a handler raises before the reply began is answered with an OpenAI
-error body and never with a traceback.
+Owns: routes, and which parts of the server they share. Refuses to know: sockets, models, threads.
+Invariant: no path or method outside the table does anything but answer 404.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import logging
-from typing import Final, cast
+from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,29 +16,44 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ds4py.config import ServerConfig
 from ds4py.contracts import Backend
-from ds4py.errors import CancelledError, Ds4Error, RequestError
-from ds4py.server.endpoint import Endpoint, Service, chat_dialect, completion_dialect
+from ds4py.generation.grammar import GrammarSource
+from ds4py.server.border import Border
+from ds4py.server.checkpoints import Checkpoints
+from ds4py.server.console import console_routes
+from ds4py.server.conversations import Conversations
+from ds4py.server.dialects.chat import chat_dialect
+from ds4py.server.dialects.completions import completion_dialect
+from ds4py.server.dialects.messages import count_tokens, messages_dialect
+from ds4py.server.dialects.plan import Dialect, Service
+from ds4py.server.dialects.responses import responses_dialect
+from ds4py.server.endpoint import Counter, Endpoint
 from ds4py.server.errors import error_response, json_response, unknown_endpoint
+from ds4py.server.events import EventLog
+from ds4py.server.intake import Intake
 from ds4py.server.jobs import Jobs
+from ds4py.server.meter import Meter
+from ds4py.server.metrics import Metrics, metrics_response
 from ds4py.server.prompts import TextStack
-from ds4py.server.status import health_object, model_objects
+from ds4py.server.stats import Stats, Watched
+from ds4py.server.status import health_object, model_objects, served_name
+from ds4py.server.tool_memory import ToolMemory
+from ds4py.server.transcripts import Transcripts
 from ds4py.server.work import Performer
-
-_log = logging.getLogger(__name__)
-
-_CORS: Final = [
-    (b"access-control-allow-origin", b"*"),
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-    (b"access-control-allow-headers", b"*"),
-]
+from ds4py.snapshot.disk_cache import DiskCache
 
 
 def create_app(
-    backend: Backend, text: TextStack, config: ServerConfig, *, n_sessions: int = 1
+    backend: Backend,
+    text: TextStack,
+    config: ServerConfig,
+    *,
+    n_sessions: int = 1,
+    events: EventLog | None = None,
+    disk: DiskCache | None = None,
 ) -> Starlette:
     """Build the HTTP application.
 
@@ -51,14 +65,69 @@ def create_app(
         text: Tokenizer and chat format of the same model.
         config: Limits, defaults, name.
         n_sessions: Requests that generate at once: as many as the backend has sessions.
+        events: The latest lines of the log, filled by whoever serves the application.
+        disk: Where prefixes outlive their sessions; None keeps none.
     """
-    performer = Performer(backend, text)
+    tools, transcripts = ToolMemory(max_ids=config.max_tool_ids), Transcripts()
+    checkpoints = None
+    if disk is not None:
+        checkpoints = Checkpoints(disk, text.tokenizer, tools, transcripts)
+    performer = Performer(backend, text, tools, transcripts, checkpoints)
     jobs = Jobs(performer.perform, n_threads=n_sessions, max_queue=config.max_queue)
-    service = Service(backend, text, config, jobs, itertools.count(1))
+    service = Service(
+        backend,
+        text,
+        config,
+        jobs,
+        itertools.count(1),
+        tools=tools,
+        grammars=GrammarSource(text.tokenizer),
+        conversations=Conversations(),
+        meter=Meter(),
+        transcripts=transcripts,
+        intake=Intake(
+            max_requests=n_sessions + config.max_queue, max_body_bytes=config.max_body_bytes
+        ),
+        checkpoints=checkpoints,
+    )
+    app = Starlette(
+        routes=[
+            *_about(service),
+            *_figures(service, n_sessions, events or EventLog()),
+            *_generating(service),
+            *console_routes(),
+        ],
+        middleware=[Middleware(Border, cors=config.cors, api_key=config.api_key)],
+        exception_handlers={HTTPException: _no_such_route},
+    )
+    app.router.redirect_slashes = False
+    app.state.jobs = jobs
+    app.state.save = functools.partial(performer.save_all, n_sessions)
+    return app
+
+
+def _generating(service: Service) -> list[Route]:
+    """Return the routes that make the model work."""
+    dialects: dict[str, Dialect] = {
+        "/v1/chat/completions": chat_dialect,
+        "/v1/completions": completion_dialect,
+        "/v1/responses": responses_dialect,
+        "/v1/messages": messages_dialect,
+    }
+    endpoints: dict[str, ASGIApp] = {
+        path: Endpoint(service, dialect) for path, dialect in dialects.items()
+    }
+    endpoints["/v1/messages/count_tokens"] = Counter(service, count_tokens)
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+
+
+def _about(service: Service) -> list[Route]:
+    """Return the routes that tell what is served."""
+    backend, config = service.backend, service.config
 
     async def health(_: Request) -> Response:
         state = backend.health()
-        body = health_object(backend, config, state, jobs.load)
+        body = health_object(backend, config, state, service.jobs.load)
         return json_response(body, 200 if state.ready else 503)
 
     async def models(_: Request) -> Response:
@@ -71,20 +140,31 @@ def create_app(
                 return json_response(entry)
         raise unknown_endpoint()
 
-    app = Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/v1/chat/completions", Endpoint(service, chat_dialect), methods=["POST"]),
-            Route("/v1/completions", Endpoint(service, completion_dialect), methods=["POST"]),
-        ],
-        middleware=[Middleware(_Border, cors=config.cors)],
-        exception_handlers={HTTPException: _no_such_route},
+    return [
+        Route("/health", health),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+
+
+def _figures(service: Service, n_sessions: int, events: EventLog) -> list[Route]:
+    """Return the routes that tell what the server measures."""
+    watched = Watched(
+        backend=service.backend,
+        meter=service.meter,
+        load=lambda: service.jobs.load,
+        n_sessions=n_sessions,
+        name=served_name(service.backend.card, service.config),
     )
-    app.router.redirect_slashes = False
-    app.state.jobs = jobs
-    return app
+    numbers, series = Stats(watched, events), Metrics(watched)
+
+    async def stats(_: Request) -> Response:
+        return json_response(numbers.object())
+
+    async def metrics(_: Request) -> Response:
+        return metrics_response(series)
+
+    return [Route("/stats", stats), Route("/metrics", metrics)]
 
 
 def jobs_of(app: Starlette) -> Jobs:
@@ -92,51 +172,10 @@ def jobs_of(app: Starlette) -> Jobs:
     return cast("Jobs", app.state.jobs)
 
 
+def save_sessions(app: Starlette) -> None:
+    """Save what the sessions of an application hold; its jobs must have ended."""
+    app.state.save()
+
+
 async def _no_such_route(_: Request, __: Exception) -> Response:
     return error_response(unknown_endpoint())
-
-
-class _Border:
-    """Outermost layer: CORS on everything, `OPTIONS`, and exceptions to replies."""
-
-    def __init__(self, app: ASGIApp, *, cors: bool):
-        self._app = app
-        self._extra = _CORS if cors else []
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started = False
-
-        async def tracked(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message.get("headers", []), *self._extra]
-            await send(message)
-
-        try:
-            await self._answer(scope, receive, tracked)
-        except Exception as error:  # the border to the outside: nothing may pass it
-            _report(error)
-            if started:
-                raise  # the server below closes the connection
-            await error_response(error)(scope, receive, tracked)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "OPTIONS":
-            await Response(status_code=204)(scope, receive, send)
-        elif scope["method"] == "HEAD":
-            raise unknown_endpoint()
-        else:
-            await self._app(scope, receive, send)
-
-
-def _report(error: Exception) -> None:
-    if isinstance(error, RequestError | CancelledError):
-        _log.debug("refused: %s", error)
-    elif isinstance(error, Ds4Error):
-        _log.warning("request failed: %s", error)
-    else:
-        _log.error("request failed", exc_info=error)

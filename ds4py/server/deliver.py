@@ -1,8 +1,9 @@
 """Send a job's events to its client: as one reply, or as server-sent events.
 
-Owns: when each chunk goes out, keepalive comments, and noticing that the client is gone. Refuses to
-know: what a chunk looks like (`openai`), who generates. Invariant: the job is cancelled whenever
-the client stops listening, in every phase; an error before the first byte is an HTTP status.
+Owns: when each frame goes out, what a client hears while it waits, and noticing that it is gone.
+Refuses to know: what a frame looks like (`replies`), who generates. Invariant: the job is cancelled
+whenever the client stops listening, in every phase; an error before the first byte is an HTTP
+status.
 """
 
 from __future__ import annotations
@@ -12,17 +13,13 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Final
 
-import msgspec
 from starlette.types import Receive, Send
 
+from ds4py.server.answer import Answer, Done, Event, Prefilling, Started, Waiting
 from ds4py.server.errors import describe, json_response
 from ds4py.server.jobs import Job
-from ds4py.server.openai import Reply
-from ds4py.server.work import Done, Event, Piece, Prefilling
+from ds4py.server.replies.reply import Reply, comment
 
-_PREFILLING: Final = b": prefill\n\n"
-_DECODING: Final = b": decode\n\n"
-_END: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
@@ -53,88 +50,107 @@ async def send_whole(job: Job, reply: Reply, send: Send) -> Done:
     Raises:
         Exception: The job failed before its prompt was evaluated.
     """
-    pieces: list[Piece] = []
-    started = False
+    answer: Answer | None = None
     while not isinstance(event := await job.next(), Done):
-        started = started or not isinstance(event, Prefilling)
-        if isinstance(event, Piece):
-            pieces.append(event)
-    if event.error is not None and not started:
+        if isinstance(event, Started):
+            answer = Answer()
+        elif answer is not None and not isinstance(event, Waiting | Prefilling | None):
+            answer.add(event)
+    if event.error is not None and answer is None:
         raise event.error
-    response = json_response(reply.whole(_joined(pieces), event))
+    answer = answer or Answer()
+    if event.finish != "tool_calls":
+        answer.drop_calls()
+    response = json_response(reply.whole(answer, event))
     await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
     return event
 
 
 async def send_stream(
-    job: Job, reply: Reply, send: Send, *, include_usage: bool, keepalive: float
+    job: Job, reply: Reply, send: Send, *, progress: bool, keepalive: float
 ) -> Done:
     """Send events as they come.
 
     Headers go out with the first event, or after `keepalive` seconds of silence; from then on a
     failure to evaluate the prompt is an SSE error event, after which nothing follows.
 
+    Args:
+        job: Its events.
+        reply: Their shapes.
+        send: The client.
+        progress: Tell in comments how much of the prompt is evaluated, whenever that is known.
+        keepalive: Longest silence, in seconds.
+
     Raises:
         Exception: The job failed before the headers were sent.
     """
-    stream = _EventStream(job, send, keepalive)
-    while isinstance(event := await stream.next_event(_PREFILLING), Prefilling):
-        await stream.write(b": prefill %d/%d\n\n" % (event.n_done, event.n_prompt))
+    stream = _EventStream(job, reply, send, keepalive)
+    while not isinstance(event := await stream.next_event(), Started | Done):
+        if progress and isinstance(event, Prefilling):
+            await stream.write(comment(f"prefill {event.n_done}/{event.n_prompt}"))
     if isinstance(event, Done):
         await stream.fail(event)
         return event
-    if (opening := reply.opening()) is not None:
-        await stream.chunk(opening)
-    while not isinstance(event := await stream.next_event(_DECODING), Done):
-        if isinstance(event, Piece):
-            await stream.chunk(reply.piece(event))
-    await stream.chunk(reply.closing(event))
-    if include_usage:
-        await stream.chunk(reply.usage(event))
-    await stream.write(_END, more=False)
+    await stream.write(*reply.started(event))
+    while not isinstance(event := await stream.next_event(), Done):
+        if not isinstance(event, Waiting | Prefilling | Started):
+            await stream.write(*reply.written(event))
+    await stream.write(*reply.closing(event), more=False)
     return event
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    return Piece(
-        "".join(piece.text for piece in pieces),
-        tuple(token for piece in pieces for token in piece.tokens),
-        reasoning="".join(piece.reasoning for piece in pieces),
-        calls=tuple(call for piece in pieces for call in piece.calls),
-    )
 
 
 class _EventStream:
     """The SSE side of one reply; sends the headers before its first byte."""
 
-    def __init__(self, job: Job, send: Send, keepalive: float):
+    def __init__(self, job: Job, reply: Reply, send: Send, keepalive: float):
         self._job = job
+        self._reply = reply
         self._send = send
         self._keepalive = keepalive
-        self._started = False
+        self._clock = asyncio.get_running_loop().time
+        self._wrote = self._clock()
+        self._doing = "prefill"
+        self._begun = False
 
-    async def next_event(self, comment: bytes) -> Event:
-        """Wait for the job's next event; write `comment` whenever the silence gets long."""
-        while (event := await self._job.next(self._keepalive)) is None:
-            await self.write(comment)
-        return event
+    async def next_event(self) -> Event:
+        """Wait for the job's next event, and say something whenever the silence gets long.
 
-    async def chunk(self, content: object) -> None:
-        """Send one `data:` line."""
-        await self.write(b"data: " + msgspec.json.encode(content) + b"\n\n")
+        What the client does not see, such as progress that it did not ask for, is silence too.
+        """
+        while True:
+            patience = max(0.0, self._wrote + self._keepalive - self._clock())
+            event = await self._job.next(patience)
+            if event is None:
+                await self.write(self._reply.keepalive(self._doing))
+                continue
+            self._doing = _activity(event)
+            return event
 
-    async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Send bytes; `more=False` ends the reply."""
-        if not self._started:
-            self._started = True
+    async def write(self, *frames: bytes, more: bool = True) -> None:
+        """Send frames; `more=False` ends the reply."""
+        if not self._begun:
+            self._begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send(
+            {"type": "http.response.body", "body": b"".join(frames), "more_body": more}
+        )
+        self._wrote = self._clock()
 
     async def fail(self, done: Done) -> None:
         """Report a job that ended before its first text: as an event, or by raising."""
         error = done.error or RuntimeError("the job ended before it started")
-        if not self._started:
+        if not self._begun:
             raise error
-        body = msgspec.json.encode({"error": describe(error).body()})
-        await self.write(b"event: error\ndata: " + body + b"\n\n", more=False)
+        await self.write(self._reply.failure(describe(error)), more=False)
+
+
+def _activity(event: Event) -> str:
+    """Return what a client hears in the silence that follows an event."""
+    match event:
+        case Waiting(place=place):
+            return f"queued {place}"
+        case Prefilling(n_done=n_done, n_prompt=n_prompt):
+            return f"prefill {n_done}/{n_prompt}"
+        case _:
+            return "decode"

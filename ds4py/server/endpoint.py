@@ -10,108 +10,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from ds4py.config import ServerConfig
-from ds4py.contracts import Backend
+from ds4py.config import SamplingParams
 from ds4py.errors import CancelledError, RequestError
+from ds4py.server.answer import Done
 from ds4py.server.deliver import cancelled_when_gone, send_stream, send_whole
-from ds4py.server.jobs import Job, Jobs
-from ds4py.server.openai import ChatReply, CompletionReply, Reply, rate
-from ds4py.server.prompts import TextStack, chat_prompt, check_fits, completion_prompt
-from ds4py.server.schema import Options, read_chat, read_completion
+from ds4py.server.dialects.plan import Dialect, Plan, Service
+from ds4py.server.errors import json_response
+from ds4py.server.jobs import Job
+from ds4py.server.meter import RequestMeter
+from ds4py.server.orders import Order
+from ds4py.server.replies.reply import Reply, rate
 from ds4py.server.status import served_name
-from ds4py.server.work import Done, Order
 
 _log = logging.getLogger(__name__)
 
 READ_SECONDS: Final = 10.0
 """Silence in the middle of a request body after which it is given up."""
 
+BODY_SECONDS: Final = 600.0
+"""Time for a whole request body, however steadily it comes."""
+
 DISCARD_SECONDS: Final = 5.0
 """Time for which the rest of a body that is too large is read and thrown away."""
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """What all generating endpoints share.
-
-    Args:
-        backend: Sessions of the model.
-        text: Tokenizer and chat template.
-        config: Limits and defaults.
-        jobs: Generation threads.
-        numbers: Source of reply ids.
-    """
-
-    backend: Backend
-    text: TextStack
-    config: ServerConfig
-    jobs: Jobs
-    numbers: Iterator[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A checked request.
-
-    Args:
-        prompt: Token ids.
-        options: What it says about its answer.
-        reply: Makes the shapes from (number, unix time, model name).
-        thinking: The prompt opened the reasoning, which the dialect returns apart.
-        calls: The dialect returns calls of tools apart.
-    """
-
-    prompt: tuple[int, ...]
-    options: Options
-    reply: Callable[[int, int, str], Reply]
-    thinking: bool = False
-    calls: bool = False
-
-
-Dialect = Callable[[Service, bytes], Plan]
-"""Checks a body and makes its prompt; runs on a helper thread, raises `RequestError`."""
-
-
-def chat_dialect(service: Service, body: bytes) -> Plan:
-    """Read `/v1/chat/completions`."""
-    asked = read_chat(body, service.config.sampling)
-    prompt = chat_prompt(
-        service.text,
-        asked.messages,
-        think=asked.options.think,
-        tools=asked.tools,
-        default_system=asked.default_system,
-    )
-    check_fits(prompt, service.backend.n_ctx, param="messages")
-    chat = service.text.chat
-    return Plan(
-        prompt,
-        asked.options,
-        lambda n, at, name: ChatReply(f"chatcmpl-{n}", at, name),
-        thinking=chat.opens_reasoning(prompt),
-        calls=bool(asked.tools) and chat.writes_calls,
-    )
-
-
-def completion_dialect(service: Service, body: bytes) -> Plan:
-    """Read `/v1/completions`, whose text keeps the reasoning and the tag that ends it."""
-    asked = read_completion(body, service.config.sampling)
-    prompt = completion_prompt(
-        service.text,
-        service.backend.card,
-        asked.prompt,
-        think=asked.options.think,
-        raw=asked.raw,
-    )
-    check_fits(prompt, service.backend.n_ctx, param="prompt")
-    return Plan(prompt, asked.options, lambda n, at, name: CompletionReply(f"cmpl-{n}", at, name))
+_DS4_SAMPLING: Final = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05)
+"""Of ds4 while its model reasons, whatever a request says (docs/spec/server-and-cli.md 1.5)."""
 
 
 class Endpoint:
@@ -120,50 +51,90 @@ class Endpoint:
     def __init__(self, service: Service, dialect: Dialect):
         self._service = service
         self._dialect = dialect
+        self._limit = service.config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; raises what the application's border turns into a reply."""
+        meter = self._service.meter.accepted(scope["path"])
+        try:
+            with self._service.intake.admitted() as take:
+                body = await read_body(Request(scope, receive), self._limit, take)
+                # reading and tokenizing a long prompt takes seconds: not on the event loop
+                plan = await self._service.intake.helped(self._dialect, self._service, body)
+                del body  # may be large, and the reply takes long
+                done = await self._serve(plan, meter, scope, receive, send)
+        except BaseException as error:
+            meter.failed(error)
+            raise
+        meter.finished(done.finish, done.error)
+
+    async def _serve(
+        self, plan: Plan, meter: RequestMeter, scope: Scope, receive: Receive, send: Send
+    ) -> Done:
         service = self._service
-        body = await read_body(Request(scope, receive), service.config.max_body_bytes)
-        # reading and tokenizing a long prompt takes seconds: not on the event loop
-        plan = await asyncio.to_thread(self._dialect, service, body)
         name = plan.options.model or served_name(service.backend.card, service.config)
         reply = plan.reply(next(service.numbers), int(time.time()), name)
-        job = service.jobs.submit(_order(service, plan))
+        meter.queued()
+        job = service.jobs.submit(_order(service, plan, meter))
         try:
-            done = await self._deliver(job, reply, plan.options, receive, send)
+            done = await self._deliver(job, plan, reply, receive, send)
         except Exception as error:
             _log_end(reply.id, scope["path"], Done(finish="error", error=error))
             raise
         _log_end(reply.id, scope["path"], done)
+        return done
 
     async def _deliver(
-        self, job: Job, reply: Reply, options: Options, receive: Receive, send: Send
+        self, job: Job, plan: Plan, reply: Reply, receive: Receive, send: Send
     ) -> Done:
         async with cancelled_when_gone(job, receive):
-            if not options.stream:
+            if not plan.options.stream:
                 return await send_whole(job, reply, send)
             return await send_stream(
                 job,
                 reply,
                 send,
-                include_usage=options.include_usage,
+                progress=plan.options.progress,
                 keepalive=self._service.config.keepalive_seconds,
             )
 
 
-def _order(service: Service, plan: Plan) -> Order:
-    wanted = plan.options.max_tokens
-    budget = service.config.max_tokens if wanted is None else wanted
+class Counter:
+    """One POST route that only counts the tokens of a prompt (an ASGI application)."""
+
+    def __init__(self, service: Service, count: Callable[[Service, bytes], int]):
+        self._service = service
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; raises as `Endpoint`."""
+        service = self._service
+        with service.intake.admitted() as take:
+            body = await read_body(Request(scope, receive), service.config.max_body_bytes, take)
+            n_tokens = await service.intake.helped(self._count, service, body)
+        await json_response({"input_tokens": n_tokens})(scope, receive, send)
+
+
+def _order(service: Service, plan: Plan, meter: RequestMeter) -> Order:
+    config, options = service.config, plan.options
+    wanted = config.max_tokens if options.max_tokens is None else options.max_tokens
+    limit = config.request_seconds
+    if config.compat_sampling and service.text.chat.opens_reasoning(plan.prompt):
+        options = replace(options, sampling=replace(_DS4_SAMPLING, seed=options.sampling.seed))
     return Order(
         prompt=plan.prompt,
-        sampling=plan.options.sampling,
-        stop=plan.options.stop,
-        max_tokens=min(budget, service.backend.n_ctx - len(plan.prompt)),
+        options=options,
+        max_tokens=min(wanted, service.backend.n_ctx - len(plan.prompt)),
         thinking=plan.thinking,
+        may_think=plan.may_think,
         calls=plan.calls,
-        token_ids=plan.options.token_ids,
-        progress=plan.options.progress,
+        call_prefix=plan.call_prefix,
+        retry=None if options.stream or plan.calls is None else plan.retry,
+        constraint=plan.constraint,
+        conclude=plan.conclude,
+        head=plan.head,
+        deadline=None if limit is None else time.monotonic() + limit,
+        meter=meter,
     )
 
 
@@ -183,15 +154,16 @@ def _log_end(name: str, path: str, done: Done) -> None:
     )
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, take: Callable[[int], None]) -> bytes:
     """Read a whole request body.
 
     Args:
         request: Nothing of its body may have been read.
         limit: Most bytes.
+        take: Told of further bytes; may refuse them.
 
     Raises:
-        RequestError: 413 for more than `limit` bytes, 400 for a body that stalls.
+        RequestError: 413 for more than `limit` bytes, 400 for a body that stalls or takes too long.
         CancelledError: The client is gone.
     """
     declared = request.headers.get("content-length", "")
@@ -201,24 +173,27 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise _too_large(f"{declared[:20]} bytes", limit)
     parts: list[bytes] = []
     total, more = 0, True
+    end = time.monotonic() + BODY_SECONDS
     while more:
-        message = await _receive(request.receive)
+        message = await _receive(request.receive, end)
         part = message.get("body", b"")
         total, more = total + len(part), message.get("more_body", False)
         if total > limit:
             await _discard(request.receive, more=more)
             raise _too_large(f"more than {limit} bytes", limit)
+        take(len(part))
         parts.append(part)
     return b"".join(parts)
 
 
-async def _receive(receive: Receive) -> Message:
+async def _receive(receive: Receive, end: float) -> Message:
     try:
-        async with asyncio.timeout(READ_SECONDS):
+        async with asyncio.timeout(min(READ_SECONDS, end - time.monotonic())):
             message = await receive()
     except TimeoutError as error:
         raise RequestError(
-            f"bad HTTP request: the body stopped for {READ_SECONDS:.0f} s before its end"
+            f"bad HTTP request: the body stopped for {READ_SECONDS:.0f} s before its end, "
+            f"or was not complete after {BODY_SECONDS:.0f} s"
         ) from error
     if message["type"] == "http.disconnect":
         raise CancelledError("the client is gone")

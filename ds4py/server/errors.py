@@ -1,8 +1,8 @@
 """Errors as HTTP clients read them.
 
-Owns: which status, type and code an exception gets, and the OpenAI error body. Refuses to know:
-routes, streams. Invariant: only messages that ds4py wrote for people leave the process; everything
-else becomes one fixed sentence.
+Owns: which status, type and code an exception gets, and the error bodies of both families of
+dialects. Refuses to know: routes, streams. Invariant: only messages that ds4py wrote for people
+leave the process; everything else becomes one fixed sentence.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ from starlette.responses import Response
 from ds4py.errors import CancelledError, CapacityError, Ds4Error, RequestError, RouteIncompleteError
 
 SHUTTING_DOWN: Final = "server shutting down"
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +45,29 @@ class Problem:
     param: str | None = None
     extra: dict[str, int] = field(default_factory=dict)
 
-    def body(self) -> dict[str, object]:
-        """Return the `error` object of the OpenAI dialect."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+    def body(self, *, in_stream: bool = False) -> dict[str, object]:
+        """Return the `error` object of the OpenAI dialects.
+
+        The type is one word for every status, as in ds4; in a stream, where there is no status, it
+        is another (docs/spec/server-and-cli.md 1.3).
+        """
         return {
             "message": self.message,
-            "type": kind,
+            "type": "server_error" if in_stream else "invalid_request_error",
             "param": self.param,
             "code": self.code,
             **self.extra,
         }
+
+    def anthropic(self) -> dict[str, object]:
+        """Return the whole body of the Anthropic dialect, which is also its stream's event."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        message = self.message
+        if self.extra.keys() >= {"n_prompt_tokens", "n_ctx"}:
+            # the words on which Claude Code compacts; its maximum is what would have fitted
+            got, most = self.extra["n_prompt_tokens"], self.extra["n_ctx"] - 1
+            message += f" (prompt is too long: {got} tokens > {most} maximum)"
+        return {"type": "error", "error": {"type": kind, "message": message, **self.extra}}
 
 
 def unknown_endpoint() -> RequestError:
@@ -93,9 +115,15 @@ def json_response(
     )
 
 
-def error_response(error: BaseException) -> Response:
-    """Return the HTTP reply for an exception."""
+def error_response(error: BaseException, *, anthropic: bool = False) -> Response:
+    """Return the HTTP reply for an exception.
+
+    Args:
+        error: What happened.
+        anthropic: The client speaks that dialect.
+    """
     problem = describe(error)
-    # 503 is always a state that passes: a queue, a missing worker
-    headers = {"Retry-After": "1"} if problem.status == 503 else None
-    return json_response({"error": problem.body()}, problem.status, headers)
+    # a queue, a missing worker: states that pass
+    headers = {"Retry-After": "1"} if problem.status in (429, 503) else None
+    body = problem.anthropic() if anthropic else {"error": problem.body()}
+    return json_response(body, problem.status, headers)

@@ -19,8 +19,9 @@ from typing import Final
 
 from ds4py.contracts import Cancelled
 from ds4py.errors import CancelledError, Ds4Error, RequestError
+from ds4py.server.answer import Done, Early, Event, Waiting
 from ds4py.server.errors import shutting_down
-from ds4py.server.work import Done, Early, Emit, Event, Order
+from ds4py.server.orders import Emit, Order
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Job:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._room = threading.Semaphore(EVENTS_AHEAD)
         self._cancelled = threading.Event()
+        self._place = 0
         self._reason: Ds4Error = CancelledError("the client is gone")
 
     async def next(self, timeout: float | None = None) -> Event | None:
@@ -92,6 +94,13 @@ class Job:
             raise CancelledError("the client is gone")
         self._push(event)
 
+    def tell_place(self, place: int) -> None:
+        """Tell the client how many requests are served before its own, itself included."""
+        if place != self._place:
+            self._place = place
+            self._room.acquire(blocking=False)  # what nobody takes is not worth a pause
+            self._push(Waiting(place))
+
     def finish(self, done: Done) -> None:
         """Hand over the last event; never waits for the client (generation thread only)."""
         if isinstance(done.error, CancelledError):
@@ -134,7 +143,7 @@ class Jobs:
         """Queue an order (event loop only).
 
         Raises:
-            RequestError: Status 503: the queue is full, or the server is shutting down.
+            RequestError: Status 429: the queue is full; 503: the server is shutting down.
         """
         job = Job(order, self._forget)
         with self._changed:
@@ -145,26 +154,34 @@ class Jobs:
                 raise RequestError(
                     f"too many requests: {len(self._running)} are running and "
                     f"{len(self._waiting)} are waiting; try again later",
-                    status=503,
+                    status=429,
                     code="queue_full",
                 )
-            self._waiting.append(job)
             if len(self._threads) < min(self._n_threads, busy + 1):
-                self._start_thread()
+                self._start_thread()  # first: if it fails, nobody takes a job without a client
+            self._waiting.append(job)
+            if len(self._running) + len(self._waiting) > self._n_threads:
+                job.tell_place(len(self._waiting))
             self._changed.notify()
         return job
 
-    def close(self, deadline: float) -> None:
-        """Cancel everything, answer what waits, and join the threads; idempotent.
+    def close(self, deadline: float, *, grace: float = 0.0) -> None:
+        """Answer what waits, let what runs end or cancel it, and join the threads; idempotent.
 
         Args:
-            deadline: Seconds that the threads may take together.
+            deadline: Seconds that the threads may take together once they are cancelled.
+            grace: Seconds before they are.
         """
         with self._changed:
             self._closed = True
-            jobs = [*self._running, *self._waiting]
+            waiting = list(self._waiting)
             self._changed.notify_all()
-        for job in jobs:
+        for job in waiting:
+            job.cancel(shutting_down())
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, grace)
+            running = list(self._running)
+        for job in running:
             job.cancel(shutting_down())
         end = time.monotonic() + deadline
         for thread in self._threads:
@@ -175,15 +192,20 @@ class Jobs:
     def _start_thread(self) -> None:
         name = f"ds4-generate-{len(self._threads)}"
         thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _forget(self, job: Job) -> bool:
         with self._changed:
             if job not in self._waiting:
                 return False
             self._waiting.remove(job)
+            self._tell_places()
             return True
+
+    def _tell_places(self) -> None:
+        for place, job in enumerate(self._waiting, 1):
+            job.tell_place(place)
 
     def _take(self) -> Job | None:
         with self._changed:
@@ -192,6 +214,7 @@ class Jobs:
                 return None
             job = self._waiting.popleft()
             self._running.add(job)
+            self._tell_places()
             return job
 
     def _serve(self) -> None:
@@ -204,4 +227,5 @@ class Jobs:
                 done = Done(finish="error", error=error)
             with self._changed:
                 self._running.discard(job)  # first: the client may send its next request at once
+                self._changed.notify_all()
             job.finish(done)

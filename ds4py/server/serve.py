@@ -34,6 +34,11 @@ STALL_SECONDS: Final = 30.0
 """Time without a byte taken after which a client that is written to counts as gone."""
 
 MAX_HEADER_BYTES: Final = 64 << 10
+
+MAX_CRUMBS: Final = 16_384
+"""Pieces of a body below `_CRUMB_BYTES`: each costs as much time as a large one."""
+
+_CRUMB_BYTES: Final = 256
 _START_SECONDS: Final = 10.0
 _CUT_OFF_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.005
@@ -117,16 +122,17 @@ class HttpServer:
             connecting.close()
             sock.close()
 
-    def close(self, deadline: float) -> None:
-        """Stop: refuse new requests, cancel running ones, end the threads; idempotent.
+    def close(self, deadline: float, *, grace: float = 0.0) -> None:
+        """Stop: refuse new requests, end running ones, end the threads; idempotent.
 
         Args:
             deadline: Seconds until connections that are still open are cut off.
+            grace: Seconds before, in which running requests may end by themselves.
         """
         self._closed = True
-        end = time.monotonic() + deadline
         self._server.should_exit = True
-        self._jobs.close(deadline / 2)
+        end = time.monotonic() + grace + deadline
+        self._jobs.close(deadline / 2, grace=grace)
         if self._thread is None:
             return
         self._thread.join(max(0.0, end - time.monotonic()))
@@ -175,11 +181,35 @@ class HttpServer:
             sock.close()
 
 
+class _Pieces(h11.Connection):
+    """h11's connection, with an end to bodies that come in crumbs."""
+
+    _n_crumbs = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data) and len(event.data) < _CRUMB_BYTES:
+            self._n_crumbs += 1
+            if self._n_crumbs > MAX_CRUMBS:
+                raise h11.RemoteProtocolError(f"a body of more than {MAX_CRUMBS} tiny pieces")
+        return event
+
+
 class _HttpConnection(H11Protocol):
     """uvicorn's connection with ds4's deadlines and error bodies."""
 
     _guard: asyncio.TimerHandle | None = None
     _unsent: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Pieces(h11.SERVER, MAX_HEADER_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            super().data_received(data)
+        # else nobody reads it: there is one request per connection. It is thrown away, because
+        # reading must go on to see the client leave.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
         super().connection_made(transport)
@@ -221,6 +251,9 @@ class _HttpConnection(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:  # the fault is in the body: who reads it may answer no more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
     def _expect_request(self) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from ds4py import __version__
 from ds4py.config import ServerConfig
 from ds4py.contracts import Backend, Health, ModelCard, StageStatus
-from ds4py.server.openai import Json, rate
+from ds4py.server.replies.reply import Json, rate
 
 _CREATED = 1767225600  # a constant, as in ds4
+_DS4_IDS = {0: "deepseek-v4-flash", 1: "deepseek-v4-pro"}
 _SUPPORTED = [
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream"),
     *("tools", "tool_choice", "reasoning_effort"),
@@ -20,7 +21,15 @@ _SUPPORTED = [
 
 def served_name(card: ModelCard, config: ServerConfig) -> str:
     """Return the model name that clients see."""
-    return config.model_alias or card.name or card.architecture
+    own = _DS4_IDS.get(card.model_id)
+    return config.model_alias or own or card.name or card.architecture
+
+
+def _listed_names(card: ModelCard, config: ServerConfig) -> list[str]:
+    """Return the ids that answer: as in ds4 both of its models' whichever is served, or one."""
+    if config.model_alias is None and card.model_id in _DS4_IDS:
+        return list(_DS4_IDS.values())
+    return [served_name(card, config)]
 
 
 def health_object(
@@ -68,7 +77,7 @@ def _mean(total: int, count: int) -> float:
 
 def model_objects(backend: Backend, config: ServerConfig) -> list[Json]:
     """Return the entries of `/v1/models` (docs/spec/server-and-cli.md 1.2)."""
-    name = served_name(backend.card, config)
+    display = backend.card.name or served_name(backend.card, config)
     most = min(config.max_tokens, backend.n_ctx)
     return [
         {
@@ -76,7 +85,7 @@ def model_objects(backend: Backend, config: ServerConfig) -> list[Json]:
             "object": "model",
             "created": _CREATED,
             "owned_by": "ds4.c",
-            "name": backend.card.name or name,
+            "name": display,
             "context_length": backend.n_ctx,
             "top_provider": {
                 "context_length": backend.n_ctx,
@@ -85,4 +94,5 @@ def model_objects(backend: Backend, config: ServerConfig) -> list[Json]:
             },
             "supported_parameters": _SUPPORTED,
         }
+        for name in _listed_names(backend.card, config)
     ]

@@ -1,154 +1,44 @@
 """What a generation thread does for one request.
 
-Owns: `Order` in, `Started`, `Piece` and `Done` out; the meeting of session, sampler and text; the
-ids of calls; the request's tally. Refuses to know: the event loop, HTTP, JSON. Invariant: the
-session is given back before `perform` returns or raises, and text after a stop string or after a
-block of calls is never emitted.
+Owns: the meeting of session, sampler and reply; which of several prompts of one meaning is
+evaluated; the request's tally, and the one hidden retry of a call that can not be read. Refuses to
+know: the event loop, HTTP, JSON, what a token means (`reply_events`). Invariant: the session is
+given back before `perform` returns or raises.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Final
 
-from ds4py.config import SamplingParams
 from ds4py.contracts import Backend, Cancelled, Session
-from ds4py.errors import CancelledError, Ds4Error, LocalProtocolError
+from ds4py.errors import CancelledError, Ds4Error, LocalProtocolError, RequestError
 from ds4py.generation.loop import Finished, FinishReason, Prefilled, Step, Token, generate
 from ds4py.generation.sampling import Sampler
+from ds4py.generation.steering import SteeredSampler
+from ds4py.server.answer import (
+    Done,
+    Finish,
+    Prefilling,
+    Started,
+    Tally,
+)
+from ds4py.server.checkpoints import Checkpoints
+from ds4py.server.orders import Emit, Order
 from ds4py.server.prompts import TextStack
-from ds4py.text.reasoning import Delta
-from ds4py.text.reply import ReplySplitter
-from ds4py.text.stream import TextStream
+from ds4py.server.reply_events import ReplyEvents
+from ds4py.server.tool_memory import ToolMemory
+from ds4py.server.transcripts import Transcripts
+from ds4py.snapshot.kvc import Reason
 from ds4py.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-Finish = Literal["stop", "length", "tool_calls", "error"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a request asks of the model.
-
-    Args:
-        prompt: Token ids, at least one, fewer than the context holds.
-        sampling: How tokens are chosen.
-        stop: Texts that end the answer.
-        max_tokens: Most tokens to generate; 0 only evaluates the prompt.
-        thinking: The prompt opened the reasoning, which is to be told apart from the answer.
-        calls: The answer ends with its first block of calls, which is to be read.
-        token_ids: Report every sampled token id, also of tokens that show no text yet.
-        progress: Report how much of the prompt is evaluated.
-    """
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    stop: tuple[str, ...]
-    max_tokens: int
-    thinking: bool = False
-    calls: bool = False
-    token_ids: bool = False
-    progress: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """What a request cost.
-
-    Args:
-        n_prompt: Tokens of the prompt.
-        n_cached: Leading prompt tokens that were not evaluated again.
-        n_completion: Sampled tokens, shown or not, without the end token.
-        n_reasoning: Those of them before the answer, but for a few that stop texts held back.
-        prefill_seconds: From the lease of a session to the first logits.
-        decode_seconds: From there to the end.
-    """
-
-    n_prompt: int = 0
-    n_cached: int = 0
-    n_completion: int = 0
-    n_reasoning: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilling:
-    """Some of the prompt is evaluated; only if the order asks for it.
-
-    Args:
-        n_done: Tokens that are cached now.
-        n_prompt: Tokens of the prompt.
-    """
-
-    n_done: int
-    n_prompt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The prompt is evaluated; text follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A tool that the model asks its client to call.
-
-    Args:
-        index: Place among the calls of the reply.
-        id: What the client names when it returns the result.
-        name: The tool.
-        arguments: JSON text of an object.
-    """
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some of the reply; an event carries answer, reasoning or calls, never two of them.
-
-    Texts are never half a character and never part of a stop string.
-
-    Args:
-        text: Of the answer. May be empty if there are tokens.
-        tokens: Ids sampled since the last piece, if the order asks for them.
-        reasoning: Text of the reasoning.
-        calls: Whole calls, behind all text.
-    """
-
-    text: str
-    tokens: tuple[int, ...] = ()
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """The end of a request, always its last event.
-
-    Args:
-        finish: The reason, in the words of the OpenAI dialect.
-        error: Why it failed; exactly when `finish` is "error".
-        tally: What it cost.
-    """
-
-    finish: Finish
-    error: Exception | None = None
-    tally: Tally = Tally()
-
-
-Early = Prefilling | Started | Piece
-Event = Early | Done
-Emit = Callable[[Early], None]
+_SAVE_SECONDS: Final = 5.0
+"""Time that the end of a server waits for sessions that are still in use."""
 
 
 class Performer:
@@ -157,11 +47,24 @@ class Performer:
     Args:
         backend: Sessions of the model.
         text: Tokenizer of the same model.
+        tools: Where the words of calls are remembered.
+        transcripts: Where conversations are remembered.
+        checkpoints: Sessions on disk; None keeps none.
     """
 
-    def __init__(self, backend: Backend, text: TextStack):
+    def __init__(
+        self,
+        backend: Backend,
+        text: TextStack,
+        tools: ToolMemory,
+        transcripts: Transcripts,
+        checkpoints: Checkpoints | None = None,
+    ):
         self._backend = backend
         self._tokenizer = text.tokenizer
+        self._tools = tools
+        self._transcripts = transcripts
+        self._checkpoints = checkpoints
 
     def perform(self, order: Order, emit: Emit, cancelled: Cancelled) -> Done:
         """Generate one answer.
@@ -175,102 +78,185 @@ class Performer:
             The end, also of a generation that broke off after the prompt was evaluated.
 
         Raises:
-            Ds4Error: The prompt could not be evaluated; nothing was emitted.
+            Ds4Error: The prompt could not be evaluated; nothing of the reply was emitted.
         """
-        with self._backend.lease(order.prompt, cancelled=cancelled) as session:
-            return _Run(order, emit, self._tokenizer).drive(session, cancelled)
+
+        def given_up() -> bool:
+            return cancelled() or order.late
+
+        run = _Run(order, emit, self._tokenizer, self._tools, self._checkpoints)
+        prompt = self._best_path(order.prompt)
+        try:
+            lease = self._backend.lease(prompt, cancelled=given_up)
+            with lease as session, order.meter.leased():
+                return run.drive(session, prompt, given_up)
+        except CancelledError as error:
+            if order.late and not cancelled():
+                raise RequestError(
+                    "the time limit of the request passed before its prompt was evaluated; "
+                    "try again later, or with a shorter prompt",
+                    status=503,
+                    code="time_limit",
+                ) from error
+            raise
+
+    def _best_path(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the prompt of the same meaning that costs least to evaluate now."""
+        n_ctx = self._backend.n_ctx
+        paths = [path for path in self._transcripts.paths(prompt) if len(path) < n_ctx]
+        if not paths:
+            return prompt
+        return min((prompt, *paths), key=lambda path: len(path) - self._backend.n_cached(path))
+
+    def save_all(self, n_sessions: int) -> None:
+        """Save every session that nobody uses any more; for the end of a server."""
+        if self._checkpoints is None:
+            return
+        health = self._backend.health()
+        if not health.ready:  # saving would wait for it in vain
+            _log.warning("sessions are not saved: nobody serves %s", health.missing)
+            return
+        end = time.monotonic() + _SAVE_SECONDS
+        with ExitStack() as stack:  # all at once, or one would be saved again and again
+            for _ in range(n_sessions):
+                lease = self._backend.lease((), cancelled=lambda: time.monotonic() > end)
+                try:
+                    session = stack.enter_context(lease)
+                except CancelledError:
+                    _log.warning("a session is still in use and is not saved")
+                    return
+                self._checkpoints.save(session, Reason.SHUTDOWN)
 
 
 class _Run:
     """The state of one order while it runs."""
 
-    def __init__(self, order: Order, emit: Emit, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        order: Order,
+        emit: Emit,
+        tokenizer: Tokenizer,
+        tools: ToolMemory,
+        checkpoints: Checkpoints | None,
+    ):
         self._order = order
         self._emit = emit
         self._tokenizer = tokenizer
-        self._text = TextStream(order.stop)
-        self._parts = ReplySplitter(thinking=order.thinking, calls=order.calls)
+        self._tools = tools
+        self._checkpoints = checkpoints
+        self._prompt = order.prompt
         self._began = time.monotonic()
+        self._n_prompt = len(order.prompt)
         self._prefilled: float | None = None
-        self._n_cached = 0
-        self._n_completion = 0
-        self._n_reasoning = 0
+        self._n_cached: int | None = None
+        self._n_spent = 0
+        self._reply = ReplyEvents(order, emit, tokenizer)
 
-    def drive(self, session: Session, cancelled: Cancelled) -> Done:
+    def drive(self, session: Session, prompt: tuple[int, ...], cancelled: Cancelled) -> Done:
         """Generate on a leased session; see `Performer.perform`."""
-        events = generate(
-            session,
-            self._order.prompt,
-            sampler=Sampler(self._order.sampling),
-            eos_ids=self._tokenizer.eos_ids,
-            max_tokens=self._order.max_tokens,
-            cancelled=cancelled,
-            progress=self._report if self._order.progress else None,
-        )
+        self._prompt = prompt
         try:
-            finish = self._consume(events)
+            if self._checkpoints is not None:
+                self._resume(self._checkpoints, session, cancelled)
+            finish = self._attempt(session, self._prompt, cancelled)
+            if self._may_retry(session):
+                finish = self._attempt(session, self._prompt, cancelled)
+            finish = self._conclude(finish)
         except Exception as error:
             if self._prefilled is None:
                 raise
             if not isinstance(error, Ds4Error):
                 _log.exception("generation failed")
             return Done(finish="error", error=error, tally=self._tally())
-        return Done(finish=finish, tally=self._tally())
+        return Done(finish=finish, stop=self._reply.stop, tally=self._tally())
 
-    def _consume(self, events: Iterable[Step]) -> Finish:
+    def _resume(self, checkpoints: Checkpoints, session: Session, cancelled: Cancelled) -> None:
+        """Bring the session nearer to the prompt, by a file or by saving on the way."""
+        self._prompt = checkpoints.resume(session, self._prompt)
+        n_loaded = session.reusable(self._prompt)
+        n_cached = checkpoints.prefill(
+            session, self._prompt, self._order.head, progress=self._report, cancelled=cancelled
+        )
+        self._n_cached = max(n_loaded, n_cached) if n_cached is not None else None
+
+    def _may_retry(self, session: Session) -> bool:
+        """Prepare another attempt, if the reply has calls that can not be read."""
+        ask = self._order.retry() if self._reply.malformed and self._order.retry else ()
+        prompt = (*self._prompt, *self._reply.tokens, *ask)
+        if not ask or len(prompt) >= session.n_ctx:
+            return False
+        _log.info("a call of a tool can not be read: asking the model for another one")
+        self._n_spent = self._reply.n_tokens
+        self._reply = ReplyEvents(self._order, self._emit, self._tokenizer)
+        self._prompt = prompt
+        return True
+
+    def _attempt(self, session: Session, prompt: Sequence[int], cancelled: Cancelled) -> Finish:
+        """Generate behind a prompt; what can not be read is not emitted."""
+        events = generate(
+            session,
+            prompt,
+            sampler=SteeredSampler(Sampler(self._order.options.sampling), self._reply.controls()),
+            eos_ids=self._tokenizer.eos_ids,
+            max_tokens=self._order.max_tokens - self._n_spent,
+            cancelled=cancelled,
+            progress=self._report,
+        )
+        return self._consume(session, events)
+
+    def _consume(self, session: Session, events: Iterable[Step]) -> Finish:
         for event in events:
             match event:
                 case Prefilled():
-                    self._prefilled = time.monotonic()
-                    self._n_cached = event.n_cached
-                    self._emit(Started())
+                    self._start(event.n_cached)
                 case Token():
-                    self._take(event.id)
-                    if self._text.stopped or self._parts.complete:
-                        return self._end("stop")
+                    if self._checkpoints is not None and not self._reply.in_block:
+                        self._checkpoints.grown(session)
+                    self._reply.take(event)
+                    if self._reply.complete:
+                        self._reply.end(by_model=False)
+                        return "stop"
                 case Finished(reason=FinishReason.CANCELLED):
+                    if self._order.late and self._prefilled is not None:
+                        self._reply.end(by_model=False)
+                        return "length"
                     raise CancelledError("the request was cancelled")
                 case Finished(reason=reason):
-                    self._show(self._parts.push(self._text.finish()))
-                    ended = reason is FinishReason.STOP and not self._text.stopped
-                    stopped = self._text.stopped or ended
-                    return self._end("stop" if stopped else "length", ended=ended)
+                    by_model = reason is FinishReason.STOP
+                    return "stop" if self._reply.end(by_model=by_model) else "length"
         raise LocalProtocolError("a generation ended without saying why")
+
+    def _start(self, n_cached: int) -> None:
+        """Tell that the reply begins; of a second attempt, what the first one found counts."""
+        if self._prefilled is None:
+            self._prefilled = time.monotonic()
+            self._n_prompt = len(self._prompt)
+            self._n_cached = n_cached if self._n_cached is None else self._n_cached
+            self._order.meter.prefilled(self._n_prompt, self._n_cached)
+        self._emit(Started(self._n_prompt, self._n_cached or 0))
+
+    def _conclude(self, finish: Finish) -> Finish:
+        """Emit what is left of the reply, and take note of it."""
+        ids = self._reply.close(streamed=self._order.options.stream)
+        if ids:
+            self._tools.remember(ids, self._reply.block)
+            finish = "tool_calls"
+        if self._order.conclude is not None:
+            said = (*self._prompt, *self._reply.tokens) if self._reply.says_all else ()
+            self._order.conclude(self._reply.answer, said)
+        return finish
 
     def _report(self, n_done: int, n_prompt: int) -> None:
         self._emit(Prefilling(n_done, n_prompt))
-
-    def _take(self, token: int) -> None:
-        """Count a sampled token and show what it makes certain."""
-        self._n_completion += 1
-        self._n_reasoning += self._parts.thinking
-        text = self._text.push(self._tokenizer.token_bytes(token))
-        self._show(self._parts.push(text), (token,) if self._order.token_ids else ())
-
-    def _show(self, delta: Delta, tokens: tuple[int, ...] = ()) -> None:
-        if delta.reasoning:
-            self._emit(Piece("", tokens, reasoning=delta.reasoning))
-            tokens = ()
-        if delta.content or tokens:
-            self._emit(Piece(delta.content, tokens))
-
-    def _end(self, finish: Finish, *, ended: bool = False) -> Finish:
-        """Show what was held back, and the calls; `ended` tells that the model itself stopped."""
-        delta, calls = self._parts.finish(ended=ended)
-        self._show(delta)
-        for index, call in enumerate(calls):
-            name = f"call_{secrets.token_hex(16)}"
-            self._emit(Piece("", calls=(Call(index, name, call.name, call.arguments),)))
-        return "tool_calls" if calls else finish
 
     def _tally(self) -> Tally:
         now = time.monotonic()
         prefilled = now if self._prefilled is None else self._prefilled
         return Tally(
-            n_prompt=len(self._order.prompt),
-            n_cached=self._n_cached,
-            n_completion=self._n_completion,
-            n_reasoning=self._n_reasoning,
+            n_prompt=self._n_prompt,
+            n_cached=self._n_cached or 0,
+            n_completion=self._reply.n_tokens,
+            n_reasoning=self._reply.n_reasoning,
             prefill_seconds=prefilled - self._began,
             decode_seconds=now - prefilled,
         )

@@ -28,7 +28,15 @@ from ds4py.config import (
 from ds4py.generation.loop import Token, generate
 from ds4py.generation.sampling import Sampler
 from ds4py.gguf.file import GgufFile
-from ds4py.runtime import Node, open_doors, open_node, open_worker, serve_http
+from ds4py.runtime import (
+    Node,
+    open_disk_cache,
+    open_doors,
+    open_node,
+    open_worker,
+    serve_http,
+)
+from ds4py.snapshot.disk_cache import DiskCacheOptions
 from ds4py.spans import LayerSpec
 from tests.processes import Server, WorkerProgram, read_health, running, stage_sums, wait_for
 from tests.toys import toy_llama
@@ -147,6 +155,7 @@ def coordinator(
     chunk: int | None = None,
     http: Address | None = None,
     sockets: SocketConfig = SOCKETS,
+    disk: tuple[Path, DiskCacheOptions] | None = None,
     **config: Any,
 ) -> Iterator[LocalServer]:
     """A coordinator with HTTP in this process.
@@ -154,6 +163,7 @@ def coordinator(
     Args:
         chunk: Prompt tokens per chunk.
         http: An address of its own for HTTP.
+        disk: Folder and limits of a disk cache.
         config: Fields of `CoordinatorConfig`.
     """
     config = {"listen": ANY_PORT, "prefill": PrefillTuning(chunk=chunk), **config}
@@ -161,7 +171,7 @@ def coordinator(
     with (
         open_doors(built, front, sockets) as doors,
         open_node(engine(model), built, sockets) as node,
-        serve_http(node, doors, front, sockets),
+        serve_http(node, doors, front, sockets, disk=disk and open_disk_cache(*disk, node, "auto")),
     ):
         yield LocalServer(node, doors.http_addresses[0])
 

@@ -223,3 +223,35 @@ def test_a_system_that_pins_no_threads_says_so(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     with pytest.raises(ConfigError, match="only Linux"):
         parse_cores("1")
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.0.1:1", True),
+        ("localhost:1", True),
+        ("[::1]:1", True),
+        ("0.0.0.0:1", False),
+        ("10.0.0.1:1", False),
+        ("example.org:1", False),
+    ],
+)
+def test_which_addresses_nobody_else_reaches(text: str, alone: bool) -> None:
+    assert Address.parse(text).is_loopback is alone
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_queue": -1},
+        {"request_seconds": 0.0},
+        {"grace_seconds": -1.0},
+        {"max_tool_ids": -1},
+        {"api_key": " "},
+        {"api_key": "schl\u00fcssel"},
+    ],
+)
+def test_the_http_front_has_limits_that_make_sense(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        ServerConfig(**fields)  # type: ignore[arg-type]

@@ -30,6 +30,12 @@ from ds4py.spans import LayerSpec
 ENVIRONMENT = read_environment({})
 
 
+def http(**given) -> HttpFlags:
+    """Flags of the HTTP front as `ds4py-server` has them by default."""
+    with server.make_context("ds4py-server", ["-m", "x.gguf"]) as context:
+        return HttpFlags(**(take(dict(context.params), HttpFlags) | given))
+
+
 def parse(*args: str) -> tuple[DistributedFlags, ModelFlags]:
     """Read a command line as the programs do."""
     got: list = []
@@ -267,15 +273,39 @@ def test_given_sampling_flags_stand_over_the_defaults() -> None:
     ],
 )
 def test_the_http_address(fields, shared, address) -> None:
-    empty = {"http": None, "host": None, "port": None}
-    flags = HttpFlags(**(empty | fields), cors=False, tokens=1, served_name=None)
-    assert flags.config(shared, SamplingParams()).address == address
+    assert http(**fields).config(shared, SamplingParams()).address == address
 
 
 def test_two_ways_to_name_the_http_address_exclude_each_other() -> None:
-    flags = HttpFlags(http="h:1", host=None, port=1, cors=False, tokens=1, served_name=None)
+    flags = http(http="h:1", port=1)
     with pytest.raises(ConfigError, match="say the same"):
         flags.config(False, SamplingParams())
+
+
+def test_the_server_has_the_limits_of_its_flags() -> None:
+    config = http(max_queue=3, request_timeout=2.5, grace=1.5, nothink=True).config(
+        True, SamplingParams()
+    )
+    assert (config.max_queue, config.request_seconds, config.grace_seconds) == (3, 2.5, 1.5)
+    assert (config.think, config.exact_replay, config.max_tool_ids) == ("none", True, 100_000)
+    usual = http().config(True, SamplingParams())
+    assert (usual.think, usual.api_key, usual.request_seconds) == (None, None, None)
+    replaying = [p for p in server.params if "--disable-exact-dsml-tool-replay" in p.opts]
+    assert (replaying[0].default, replaying[0].flag_value) == (True, False)
+
+
+def test_an_api_key_from_a_file(tmp_path) -> None:
+    path = tmp_path / "key"
+    path.write_text("secret\n")
+    config = http(api_key_file=path).config(True, SamplingParams())
+    assert config.api_key == "secret"
+    assert "secret" not in repr(config)
+    with pytest.raises(ConfigError, match="say the same"):
+        http(api_key_file=path, api_key="x").config(True, SamplingParams())
+    with pytest.raises(ConfigError, match="No such file"):
+        http(api_key_file=tmp_path / "none").config(True, SamplingParams())
+    with pytest.raises(ConfigError, match="API key"):
+        http(api_key=" ").config(True, SamplingParams())
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import httpx
 
 from ds4py.config import SamplingParams, ServerConfig
-from ds4py.server.app import create_app, jobs_of
+from ds4py.server.app import create_app, jobs_of, save_sessions
 from ds4py.server.prompts import TextStack
 from ds4py.server.serve import HttpServer
+from ds4py.snapshot.disk_cache import DiskCache
 from ds4py.text.chat import ChatTemplate
 from ds4py.text.tokenizer import load_tokenizer
 from tests.fakes import FakeBackend
@@ -67,6 +68,7 @@ def server(
     text: TextStack | None = None,
     n_sessions: int = 1,
     listen: bool = True,
+    disk: DiskCache | None = None,
     **config,
 ) -> Iterator[tuple[HttpServer, int]]:
     """A real server and its loopback port."""
@@ -75,6 +77,7 @@ def server(
         text or text_stack(),
         ServerConfig(**{"sampling": GREEDY, **config}),
         n_sessions=n_sessions,
+        disk=disk,
     )
     http = HttpServer(app)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -86,6 +89,7 @@ def server(
         yield http, port
     finally:
         http.close(DEADLINE)
+        save_sessions(app)
 
 
 def sse(text: str) -> list[object]:

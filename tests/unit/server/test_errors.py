@@ -55,12 +55,33 @@ def test_the_body_is_the_openai_error_object_and_one_newline():
     }
 
 
-def test_server_errors_have_their_own_type():
+def test_the_type_is_one_word_except_in_streams():
     body = json.loads(error_response(Ds4Error("broken")).body)
-    assert body["error"]["type"] == "server_error"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert describe(Ds4Error("broken")).body(in_stream=True)["type"] == "server_error"
 
 
-def test_only_a_503_asks_to_retry():
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((400, "invalid_request_error"), (401, "authentication_error")),
+        *((404, "not_found_error"), (413, "request_too_large"), (429, "rate_limit_error")),
+        *((500, "api_error"), (503, "overloaded_error")),
+    ],
+)
+def test_the_other_family_has_an_envelope_and_types_of_its_own(status, kind):
+    error = RequestError("bad", status=status, extra={"n": 3})
+    response = error_response(error, anthropic=True)
+    assert response.status_code == status
+    assert json.loads(response.body) == {
+        "type": "error",
+        "error": {"type": kind, "message": "bad", "n": 3},
+    }
+
+
+def test_only_states_that_pass_ask_to_retry():
+    full = error_response(RequestError("full", status=429))
+    assert full.headers["retry-after"] == "1"
     assert error_response(CapacityError("x", needed=1, available=0)).headers["retry-after"] == "1"
     assert "retry-after" not in error_response(Ds4Error("x")).headers
 

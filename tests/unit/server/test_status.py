@@ -4,7 +4,7 @@ import dataclasses
 
 from ds4py.config import ServerConfig
 from ds4py.contracts import Health, StageStatus
-from ds4py.server.status import health_object, model_objects
+from ds4py.server.status import health_object, model_objects, served_name
 from ds4py.spans import LayerSpan
 from tests.fakes import FakeBackend
 
@@ -67,6 +67,17 @@ def test_output_can_not_exceed_the_context():
 def test_an_alias_renames_the_model():
     (entry,) = model_objects(FakeBackend(), ServerConfig(model_alias="mine"))
     assert (entry["id"], entry["name"]) == ("mine", "Fake Model")
+
+
+def test_both_models_of_ds4_are_listed_whichever_is_served():
+    fake = FakeBackend()
+    fake._card = dataclasses.replace(fake.card, model_id=1, name="DeepSeek V4 Pro")
+    entries = model_objects(fake, ServerConfig())
+    assert [entry["id"] for entry in entries] == ["deepseek-v4-flash", "deepseek-v4-pro"]
+    assert {entry["name"] for entry in entries} == {"DeepSeek V4 Pro"}
+    assert served_name(fake.card, ServerConfig()) == "deepseek-v4-pro"
+    (entry,) = model_objects(fake, ServerConfig(model_alias="mine"))
+    assert entry["id"] == "mine"
 
 
 def test_a_model_without_a_name_has_its_architecture_as_id():

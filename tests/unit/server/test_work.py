@@ -1,11 +1,21 @@
 """What a generation thread does, without any thread."""
 
+from dataclasses import replace
+
 import pytest
 
 from ds4py.config import SamplingParams
-from ds4py.errors import CancelledError, RemoteWorkError, RouteIncompleteError
-from ds4py.server.work import Done, Order, Performer, Piece, Started
-from tests.unit.server.support import EOS, GREEDY, backend, script, text_stack
+from ds4py.errors import CancelledError, RemoteWorkError, RequestError, RouteIncompleteError
+from ds4py.generation.grammar import GrammarKind, GrammarSource
+from ds4py.server.answer import Answer, Done, Piece, Prefilling, Started
+from ds4py.server.bodies.options import Options
+from ds4py.server.orders import Order
+from ds4py.server.tool_memory import ToolMemory
+from ds4py.server.transcripts import Transcripts
+from ds4py.server.work import Performer
+from ds4py.text.callformats import DSML
+from tests.fakes import FakeBackend
+from tests.unit.server.support import EOS, GREEDY, N_VOCAB, backend, script, text_stack
 
 PROMPT = (10, 11, 12)
 
@@ -14,14 +24,25 @@ BLOCK = """<tool_calls><invoke name="f"><parameter name="a" string="false">1</pa
 <invoke name="g"></invoke></tool_calls>"""
 
 
-def order(prompt=PROMPT, sampling=GREEDY, stop=(), max_tokens=100, **parts):
-    return Order(prompt=prompt, sampling=sampling, stop=stop, max_tokens=max_tokens, **parts)
+def order(prompt=PROMPT, max_tokens=100, *, calls=False, conclude=None, **parts):
+    own = {name: parts.pop(name) for name in ("thinking", "retry", "deadline") if name in parts}
+    options = Options(**{"model": None, "max_tokens": None, "sampling": GREEDY, **parts})
+    return Order(
+        prompt=prompt,
+        options=options,
+        max_tokens=max_tokens,
+        calls=DSML if calls else None,
+        conclude=conclude,
+        **own,
+    )
 
 
-def perform(fake, asked, cancelled=lambda: False):
+def perform(fake, asked, cancelled=lambda: False, memory=None):
+    """All events but those of the progress, and the end."""
     events = []
-    done = Performer(fake, text_stack()).perform(asked, events.append, cancelled)
-    return events, done
+    performer = Performer(fake, text_stack(), memory or ToolMemory(), Transcripts())
+    done = performer.perform(asked, events.append, cancelled)
+    return [event for event in events if not isinstance(event, Prefilling)], done
 
 
 def shown(events):
@@ -30,7 +51,7 @@ def shown(events):
 
 def test_an_answer_starts_with_the_prompt_and_ends_at_the_end_token():
     events, done = perform(backend("Hello"), order())
-    assert events[0] == Started()
+    assert events[0] == Started(3, 0)
     assert shown(events) == "Hello"
     assert (done.finish, done.error) == ("stop", None)
     assert (done.tally.n_prompt, done.tally.n_cached, done.tally.n_completion) == (3, 0, 5)
@@ -41,7 +62,10 @@ def thought(events):
 
 
 def called(events):
-    return [call for event in events if isinstance(event, Piece) for call in event.calls]
+    answer = Answer()
+    for event in events[1:]:
+        answer.add(event)
+    return list(answer.calls)
 
 
 def test_reasoning_comes_apart_and_is_counted():
@@ -95,7 +119,6 @@ def test_calls_end_the_work():
     assert (first.index, second.index) == (0, 1)
     assert first.id != second.id
     assert all(len(c.id) == 37 and c.id.startswith("call_") for c in (first, second))
-    assert [event.calls for event in events[-2:]] == [(first,), (second,)]
     assert done.tally.n_completion == len(f"hm</think>Yes.\n\n{BLOCK}")
 
 
@@ -108,9 +131,11 @@ def test_a_block_that_its_model_left_open_is_closed():
 @pytest.mark.parametrize("limit", [{"max_tokens": len(BLOCK) - 1}, {"stop": ("</tool_calls",)}])
 def test_a_block_that_was_cut_off_calls_nothing(limit):
     asked = order(calls=True, **{"max_tokens": 250, **limit})
+    kept = []
+    asked = replace(asked, conclude=lambda answer, _: kept.append(answer))
     events, done = perform(backend(f"So {BLOCK}"[3:]), asked)
-    assert (called(events), shown(events)) == ([], "")
-    assert done.finish == ("stop" if asked.stop else "length")
+    assert (kept[0].calls, shown(events)) == ((), "")
+    assert done.finish == ("stop" if asked.options.stop else "length")
 
 
 @pytest.mark.parametrize("says", ["<tool_calls>nonsense</tool_calls>", "<tool_calls>nonsense"])
@@ -133,7 +158,9 @@ def test_every_token_is_reported_once():
     says = f"hm</think>Yes. {BLOCK}"
     asked = order(thinking=True, calls=True, token_ids=True, max_tokens=250)
     events, _ = perform(backend(says), asked)
-    assert [token for event in events[1:] for token in event.tokens] == script(says, end=False)
+    assert [
+        token for event in events if isinstance(event, Piece) for token in event.tokens
+    ] == script(says, end=False)
 
 
 def test_the_session_is_given_back():
@@ -157,7 +184,7 @@ def test_the_budget_ends_with_length():
 def test_a_budget_of_zero_evaluates_the_prompt_only():
     fake = backend("Hello")
     events, done = perform(fake, order(max_tokens=0))
-    assert (events, done.finish, done.tally.n_completion) == ([Started()], "length", 0)
+    assert (events, done.finish, done.tally.n_completion) == ([Started(3, 0)], "length", 0)
     assert fake.sessions[0].evaluated == list(PROMPT)
 
 
@@ -236,8 +263,132 @@ def test_nobody_listening_stops_the_work():
             raise CancelledError("gone")
         events.append(event)
 
-    done = Performer(fake, text_stack()).perform(order(), emit, lambda: False)
+    performer = Performer(fake, text_stack(), ToolMemory(), Transcripts())
+    done = performer.perform(order(), emit, lambda: False)
     assert done == Done(finish="error", error=done.error, tally=done.tally)
     assert isinstance(done.error, CancelledError)
     assert EOS not in fake.sessions[0].evaluated
     assert fake.n_free == 1
+
+
+BROKEN = "<tool_calls>nonsense</tool_calls>"
+
+
+def test_calls_that_can_not_be_read_are_asked_for_once_more():
+    """The second try follows the first one in the session, and only it is shown."""
+    fake = backend(script(f"Well. {BROKEN}", end=False) + script(BLOCK, end=False))
+    ask = (20, 21, 22)
+    fake.sessions[0].sync = _without_restarting_the_script(fake.sessions[0])
+    conclude = []
+    asked = order(
+        calls=True,
+        retry=lambda: ask,
+        max_tokens=250,
+        conclude=lambda answer, tokens: conclude.append((answer, tokens)),
+    )
+    events, done = perform(fake, asked)
+    assert events.count(Started(3, 0)) == 2
+    answer, tokens = conclude[0]
+    assert [call.name for call in answer.calls] == ["f", "g"]
+    assert (answer.text, done.finish) == ("", "tool_calls")
+    assert done.tally.n_completion == len(BLOCK)
+    first = script(f"Well. {BROKEN}", end=False)
+    assert tokens == (*PROMPT, *first, *ask, *script(BLOCK, end=False))
+
+
+def _without_restarting_the_script(session):
+    """A sync after which the script goes on as if there had been no new prompt."""
+    sync, said = session.sync, len(script(f"Well. {BROKEN}", end=False))
+
+    def steady(tokens, **options):
+        before = session.n_prompt
+        result = sync(tokens, **options)
+        if before:
+            session.n_prompt = len(tokens) - said
+            return replace(result, logits=session._logits())
+        return result
+
+    return steady
+
+
+def test_one_more_try_is_all(caplog):
+    fake = backend(BROKEN)
+    events, done = perform(fake, order(calls=True, retry=lambda: (20, 21)))
+    assert events.count(Started(3, 0)) == 2
+    assert done.finish == "stop"
+    last = len(events) - events[::-1].index(Started(3, 0))
+    assert shown(events[last:]) == BROKEN
+
+
+def test_reasoning_that_uses_up_its_budget_is_cut_short():
+    fake = backend("hmmmmmmmmm" * 5)
+    asked = order(thinking=True, thinking_budget=7, max_tokens=40)
+    events, done = perform(fake, asked)
+    assert thought(events) == "hmmmmmm"
+    assert shown(events).startswith("mmm"), "the answer follows, whatever the model makes of it"
+    end = text_stack().tokenizer.encode("</think>", special=True)
+    assert done.tally.n_reasoning == 7 + len(end)
+
+
+def test_log_probabilities_are_of_the_answer_only():
+    asked = order(thinking=True, n_logprobs=2)
+    events, _ = perform(backend("hm</think>Hé"), asked)
+    found = [one for event in events if isinstance(event, Piece) for one in event.logprobs]
+    assert b"".join(one.chosen.data for one in found) == "Hé".encode()
+    assert [len(one.top) for one in found] == [2, 2, 2]
+    assert all(one.top[0] == one.chosen and one.chosen.logprob <= 0 for one in found)
+    assert not any(
+        event.logprobs for event in events if isinstance(event, Piece) and event.reasoning
+    )
+
+
+def test_an_answer_keeps_to_its_grammar_once_the_reasoning_is_over():
+    constraint = GrammarSource(text_stack().tokenizer).compile(GrammarKind.REGEX, "[ab]{3}")
+    asked = replace(order(thinking=True), constraint=constraint)
+    events, done = perform(backend("free</think>bzzzzz"), asked)
+    assert thought(events) == "free"
+    assert shown(events)[0] == "b"
+    assert set(shown(events)) <= {"a", "b"}
+    assert (len(shown(events)), done.finish) == (3, "stop")
+
+
+def test_a_bias_moves_the_choice():
+    token = script("x", end=False)[0]
+    asked = order(logit_bias=((token, 100.0),), max_tokens=2)
+    events, _ = perform(FakeBackend(n_vocab=N_VOCAB), asked)
+    assert shown(events) == "xx"
+
+
+def test_a_prompt_beyond_its_time_is_refused_and_an_answer_ends_early(monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr("ds4py.server.orders.time.monotonic", lambda: clock)
+    clock = 11.0
+    with pytest.raises(RequestError) as caught:
+        perform(backend("Hello"), order(deadline=10.0))
+    assert (caught.value.status, caught.value.code) == (503, "time_limit")
+    clock = 0.0
+    fake = backend("Hello world")
+    events = []
+
+    def emit(event):
+        nonlocal clock
+        events.append(event)
+        clock = 11.0 if isinstance(event, Piece) and event.text == "l" else clock
+
+    performer = Performer(fake, text_stack(), ToolMemory(), Transcripts())
+    done = performer.perform(order(deadline=10.0), emit, lambda: False)
+    assert (shown(events), done.finish) == ("Hel", "length")
+
+
+def test_the_cheapest_of_prompts_with_one_meaning_is_evaluated():
+    fake, transcripts = backend("Hello"), Transcripts()
+    hidden, seen = (*PROMPT, 30, 31, 32, 33), (*PROMPT, 33)
+    transcripts.keep(hidden, [lambda: seen])
+    performer = Performer(fake, text_stack(), ToolMemory(), transcripts)
+    fake.sessions[0].sync(hidden)
+    done = performer.perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
+    assert (done.tally.n_prompt, done.tally.n_cached) == (len(hidden) + 2, len(hidden))
+    other = backend("Hello")
+    performer = Performer(other, text_stack(), ToolMemory(), transcripts)
+    done = performer.perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
+    assert done.tally.n_prompt == len(seen) + 2, "nothing of it is cached: the short one costs less"

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.schema import Message, PastCall, read_chat, read_completion
+from ds4py.server.bodies.chat import read_chat
+from ds4py.server.bodies.completions import read_completion
+from ds4py.server.bodies.turns import Message, PastCall
 
 DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
 HI = [{"role": "user", "content": "hi"}]
@@ -63,7 +65,7 @@ def test_null_messages_count_as_missing():
 
 
 def test_unknown_fields_are_ignored_at_any_type():
-    assert chat(n=3, logit_bias={"1": 2}, response_format=[1], user=None, metadata="x") == chat()
+    assert chat(n=3, functions=[1], echo={"a": 1}, user=None, metadata="x") == chat()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Every setting of ds4py, frozen, split by its reader; the only reader of the environment.
 
-Owns: `Address`, the config classes, the `DS4_*` variables with their ranges and invalid-value rules
+Owns: the config classes, the `DS4_*` variables with their ranges and invalid-value rules
 (docs/spec/wire-protocol.md 12.3). Refuses to know: flags (cli/), what is learnt at run time.
 Invariant: a config object that exists is valid.
 """
@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from ds4py.config.address import Address as Address
+from ds4py.config.address import RouteEntry as RouteEntry
+from ds4py.config.address import parse_route as parse_route
 from ds4py.errors import ConfigError
 from ds4py.spans import LayerSpec
 
@@ -30,47 +33,6 @@ ActQuant = Literal["auto", "cpu", "none"]
 KvType = Literal["auto", "f32", "bf16", "f16", "q8_0"]
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A TCP endpoint as the user wrote it.
-
-    Args:
-        host: Name or numeric address, no brackets; empty means all addresses.
-        port: 0 to 65535; 0 lets the system choose (listeners only).
-    """
-
-    host: str
-    port: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port {self.port}: expected 0 to 65535")
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """Read `HOST:PORT` or `[IPV6]:PORT`.
-
-        Raises:
-            ConfigError: The text has another form.
-        """
-        host, colon, port = text.strip().rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        bad_host = not host or (":" in host and not bracketed)
-        if not colon or bad_host or not (port.isascii() and port.isdigit() and len(port) <= 5):
-            raise ConfigError(
-                f"address {text!r}: expected HOST:PORT, for example 127.0.0.1:8000 or [::1]:8000"
-            )
-        return cls(host[1:-1] if bracketed else host, int(port))
-
-    @property
-    def is_wildcard(self) -> bool:
-        """Whether this names every interface, and so can not be dialled or advertised."""
-        return self.host in {"", "*", "0.0.0.0", "::"}  # noqa: S104 - compared, not bound
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
 def parse_size(text: str) -> int:
     """Read a number of bytes such as `8G`, `1.5GiB` or `512m`; units are powers of 1024.
 
@@ -82,36 +44,6 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ConfigError(f"size {text!r}: expected a number with K, M, G or T, for example 8G")
     return size
-
-
-@dataclass(frozen=True, slots=True)
-class RouteEntry:
-    """One worker to dial: `HOST:PORT`, or `HOST:PORT=LAYERS` for a peer that can not tell."""
-
-    address: Address
-    layers: LayerSpec | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> RouteEntry:
-        """Read one entry of `--dist-route`."""
-        address, sign, layers = text.strip().partition("=")
-        entry = cls(Address.parse(address), LayerSpec.parse(layers) if sign else None)
-        if entry.address.is_wildcard or entry.address.port == 0:
-            raise ConfigError(f"route entry {text!r}: expected a host and port that can be dialled")
-        return entry
-
-
-def parse_route(text: str) -> tuple[RouteEntry, ...]:
-    """Read `--dist-route`: entries separated by commas, each worker once."""
-    entries = tuple(RouteEntry.parse(part) for part in text.split(",") if part.strip())
-    if not entries:
-        raise ConfigError("--dist-route: no worker named; expected HOST:PORT[,HOST:PORT...]")
-    seen: set[Address] = set()
-    for entry in entries:
-        if entry.address in seen:
-            raise ConfigError(f"--dist-route: {entry.address} stands there twice")
-        seen.add(entry.address)
-    return entries
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -373,6 +305,14 @@ class ServerConfig:
         max_body_bytes: Largest request body.
         max_queue: Requests that may wait for a session.
         keepalive_seconds: Pause after which a silent stream sends a comment line.
+        request_seconds: Time limit of a request, waiting included; None sets none.
+        grace_seconds: Time for running requests to end when the server stops.
+        api_key: What clients must name; None lets everybody in.
+        think: How much models reason if a request does not say; None leaves it to the model.
+        system_in_place: Leave system messages where they stand in a conversation.
+        exact_replay: Repeat earlier calls of tools in the very words of the model.
+        max_tool_ids: Calls that are remembered for that.
+        compat_sampling: Ignore the sampling of requests whose model reasons, as ds4 does.
     """
 
     address: Address | None = None
@@ -383,8 +323,26 @@ class ServerConfig:
     max_body_bytes: int = 64 << 20
     max_queue: int = 256
     keepalive_seconds: float = 5.0
+    request_seconds: float | None = None
+    grace_seconds: float = 0.0
+    api_key: str | None = field(default=None, repr=False)
+    think: str | None = None
+    system_in_place: bool = False
+    exact_replay: bool = True
+    max_tool_ids: int = 100_000
+    compat_sampling: bool = False
 
     def __post_init__(self) -> None:
+        if self.max_queue < 0:
+            raise ConfigError(f"queue of {self.max_queue}: expected 0 or more requests")
+        if self.request_seconds is not None and not self.request_seconds > 0:
+            raise ConfigError(f"time limit {self.request_seconds}: expected more than 0 seconds")
+        if not 0 <= self.grace_seconds <= 86400:
+            raise ConfigError(f"grace {self.grace_seconds}: expected 0 to 86400 seconds")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ConfigError("API key: expected ASCII characters, at least one of them visible")
+        if self.max_tool_ids < 0:
+            raise ConfigError(f"tool memory of {self.max_tool_ids} ids: expected 0 or more")
         if self.max_tokens < 1:
             raise ConfigError(f"max tokens {self.max_tokens}: expected at least 1")
 

@@ -1,0 +1,1 @@
+"""Bodies of requests: JSON bytes to checked values, one module per dialect."""
