@@ -6,11 +6,16 @@ Invariant: stdout carries the answer only; figures go to stderr.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import click
+
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What could steer a terminal; line breaks and tabs are no harm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +107,7 @@ def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:
         if began:  # an answer that never came leaves stdout empty
             click.echo()
     if figures is not None:
-        click.echo(_line(figures), err=True)
+        click.echo(_told(figures), err=True)
     return figures
 
 
@@ -117,34 +122,47 @@ def _say(piece: Piece, reasoned: bool) -> bool:
         Whether reasoning was printed last.
     """
     if piece.reasoning:
-        click.secho(piece.reasoning, nl=False, dim=True)
+        click.secho(_harmless(piece.reasoning), nl=False, dim=True)
         reasoned = True
     if piece.text and reasoned:
         click.echo()
         reasoned = False
-    click.echo(piece.text, nl=False)
+    click.echo(_harmless(piece.text), nl=False)
     return reasoned
+
+
+def _harmless(text: str) -> str:
+    """Spell out control characters of a model's text on a terminal; a file gets them as they are.
+
+    A model repeats what its prompt holds, a web page for example, and must not move the cursor or
+    fill the clipboard of whoever reads its answer.
+    """
+    if not sys.stdout.isatty():
+        return text
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def awaited(
     events: Iterator[Event | Prefill], progress: Callable[[int, int], None]
 ) -> Iterator[Event]:
     """Yield an answer, telling how far its prompt is and, before it begins, that it is done."""
-    waiting = True
+    n_prompt, waiting = 0, True
     for event in events:
         if isinstance(event, Prefill):
-            progress(event.n_done, event.n_prompt)
+            n_prompt = event.n_prompt
+            progress(event.n_done, n_prompt)
             continue
         if waiting:
-            progress(1, 1)
+            progress(n_prompt, n_prompt)
             waiting = False
         yield event
 
 
-def _line(figures: Figures) -> str:
+def _told(figures: Figures) -> str:
+    """Return two lines: how many tokens, and how fast in ds4's words."""
     cached = f" ({figures.n_cached} cached)" if figures.n_cached else ""
     return (
-        f"prompt: {figures.n_prompt} tokens{cached}, answer: {figures.n_generated} tokens; "
+        f"prompt: {figures.n_prompt} tokens{cached}, answer: {figures.n_generated} tokens\n"
         f"prefill: {figures.prefill_per_second:.1f} t/s, "
         f"generation: {figures.decode_per_second:.1f} t/s"
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ds4py.cli.exits import printable
+from ds4py.cli.options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +30,7 @@ DEFAULT_CUTS: Final = (2, 3, 4)
 Cuts = list[tuple[int, "list[LayerSpan]"]]
 
 
-@click.command()
+@click.command(context_settings=CONTEXT_SETTINGS)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--cuts",

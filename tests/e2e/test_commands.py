@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ds4py.cli.client import client as cli_command
 from ds4py.cli.server import server as server_command
 from ds4py.config import Address
+from tests import golden
 from tests.e2e.support import (
     Alone,
     LocalServer,
@@ -26,6 +29,7 @@ from tests.e2e.support import (
     wait_idle,
     worker,
 )
+from tests.golden_compare import prompts
 from tests.processes import (
     Answer,
     Launcher,
@@ -190,6 +194,19 @@ def test_a_prompt_beyond_the_context_is_status_1_and_both_numbers(guide: Guide) 
     assert "Prompt has 5000 tokens, but the configured context size is 4096 tokens" in answer.err
 
 
+def test_a_prompt_is_told_line_by_line_where_there_is_no_terminal(
+    guide: Guide, local: Answer
+) -> None:
+    """C68: the answer alone is on stdout."""
+    for answer in (guide.ask("-p", "a question of its own", "-n", 40, *GREEDY), local):
+        *progress, counted, rates = answer.err.splitlines()
+        n_prompt = counted.removeprefix("prompt: ").split()[0]
+        assert progress[-1] == f"processing {n_prompt} input tokens: {n_prompt}/{n_prompt} (100%)"
+        assert rates.startswith("prefill: ")
+        assert " t/s, generation: " in rates
+        assert b"t/s" not in answer.out
+
+
 def test_an_unreachable_server_is_status_1_and_one_sentence() -> None:
     answer = run("ds4py-cli", "--host", f"127.0.0.1:{free_port()}", "-p", QUESTION)
     assert answer.status == 1
@@ -351,6 +368,13 @@ def test_bad_usage_of_the_client_is_status_2_and_one_sentence(
     assert err.count("\n") == 1
 
 
+def test_a_model_that_is_not_there_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """C67: even if it is only looked at."""
+    for args in (("-p", "a"), ("--inspect",), ("-p", "a", "--dump-tokens")):
+        assert command(cli_command, "ds4py-cli", "-m", "/no/such.gguf", *args) == 1
+        assert "/no/such.gguf" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -415,3 +439,96 @@ def test_ctrl_c_stops_a_server_with_status_0(toy: Path, tmp_path: Path) -> None:
         server.program.interrupt()
         assert server.program.wait_exit() == 0
         assert "Traceback" not in server.program.log
+
+
+# --- what is shown of a model ---------------------------------------------------------------------
+
+TINY = ("--precision", "f32", "-c", 256, "-t", 1)
+
+
+def test_reading_a_file_needs_no_lock_and_answers_do(toy: Path, tmp_path: Path) -> None:
+    lock = {"DS4_LOCK_FILE": str(tmp_path / "lock")}
+    with Launcher(tmp_path / "run") as launch:
+        launch.server("-m", toy, "--http", "127.0.0.1:0", env=lock)
+        inspected = run("ds4py-cli", "-m", toy, "--inspect", env=lock)
+        tokens = run("ds4py-cli", "-m", toy, "--dump-tokens", "-p", "hello the world", env=lock)
+        refused = run("ds4py-cli", "-m", toy, "-p", "a", env=lock)
+    assert inspected.out == run("ds4py", "inspect", toy).out
+    assert (inspected.status, tokens.status, refused.status) == (0, 0, 2)
+    assert "another process holds it" in refused.err
+    first, *rest = tokens.text.splitlines()
+    assert [int(line[:6]) for line in rest] == json.loads(first)
+    assert "".join(line[8:] for line in rest) == "hello the world"
+
+
+@pytest.mark.parametrize("variant", ["a", "b"])
+def test_dumped_logits_are_the_engines_within_its_own_spread(variant: str, tmp_path: Path) -> None:
+    prompt, path = prompts(variant)["len40"], tmp_path / "logits.json"
+    ids = ",".join(map(str, prompt.tokens))
+    given = ("-m", golden.path(f"tiny-{variant}.gguf"), *TINY, "--cpu", "--prompt-ids", ids)
+    answer = run("ds4py-cli", *given, "--dump-logits", path)
+    assert (answer.status, answer.out) == (0, b""), answer.err
+    told = json.loads(path.read_text())
+    logits = np.array(told["logits"])
+    error = np.sqrt(np.square(logits - prompt.logits).mean())
+    assert error < 1.25 * prompt.noise_rms
+    assert told["argmax_token"]["id"] == prompt.greedy[0] == int(logits.argmax())
+    assert (told["prompt_tokens"], told["vocab"], told["backend"]) == (40, len(logits), "cpu")
+
+
+def test_dumped_logprobs_begin_with_the_token_that_was_taken(tmp_path: Path) -> None:
+    """C71."""
+    prompt, path = prompts("a")["len40"], tmp_path / "logprobs.json"
+    ids = ",".join(map(str, prompt.tokens))
+    given = ("-m", golden.path("tiny-a.gguf"), *TINY, "--prompt-ids", ids, "-n", 4)
+    answer = run("ds4py-cli", *given, "--dump-logprobs", path, "--logprobs-top-k", 500)
+    assert answer.status == 0, answer.err
+    told = json.loads(path.read_text())
+    assert told["top_k"] == 128  # the most there is, as in ds4
+    assert [step["selected"]["id"] for step in told["steps"]][:1] == prompt.greedy[:1]
+    for step in told["steps"]:
+        listed = step["top_logprobs"]
+        assert listed[0]["token"] == step["selected"]
+        assert len(listed) == 128
+        assert all(entry["logprob"] <= 0 for entry in listed)
+
+
+def test_a_cluster_scores_and_dumps_as_one_process(guide: Guide, toy: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("hello the world and the world in the world " * 4)
+    looks = (("--perplexity-file", text), ("-p", QUESTION, "--dump-logits", tmp_path / "l.json"))
+    told = []
+    for where in ((), ("--dist-route", guide.route)):
+        answers = [run("ds4py-cli", "-m", toy, "-t", 1, *EXACT, *where, *look) for look in looks]
+        assert [answer.status for answer in answers] == [0, 0], answers
+        told.append((answers[0].text, json.loads((tmp_path / "l.json").read_text())["logits"]))
+    (alone_line, alone_logits), (line, logits) = told
+    names = ["tokens", "scored", "nll", "avg_nll", "ppl"]
+    assert [part.split("=")[0] for part in line.split()] == names
+    assert [float(part.split("=")[1]) for part in line.split()] == pytest.approx(
+        [float(part.split("=")[1]) for part in alone_line.split()], rel=1e-4
+    )
+    assert logits == pytest.approx(alone_logits, abs=1e-4)
+
+
+def test_ctrl_c_at_a_dump_is_130_and_leaves_json(toy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "logprobs.json"
+    with Launcher(tmp_path / "run") as launch:
+        asked = ("-p", QUESTION, "--dump-logprobs", path, "-t", 1, *EXACT)
+        program = launch.start("ds4py-cli", "-m", toy, *asked)
+        program.wait(lambda: path.exists() and path.stat().st_size > 0, "the first steps")
+        program.interrupt()
+        assert program.wait_exit() == 130
+    assert len(json.loads(path.read_text())["steps"]) > 0
+
+
+def test_a_folder_a_default_model_and_flags_without_effect(toy: Path, tmp_path: Path) -> None:
+    (tmp_path / "ds4flash.gguf").symlink_to(toy)
+    (tmp_path / "q.txt").write_text(QUESTION)
+    answer = run(
+        *("ds4py-cli", "--chdir", tmp_path, "--prompt-file", "q.txt", "--cpu", "-n", 3, "-t", 1),
+        *("--quality", "--power", 50, "--warm-weights", "--temp", 0),
+    )
+    assert answer.status == 0, answer.err
+    assert answer.err.count("has no effect") == 2
+    assert "answer: 3 tokens" in answer.err

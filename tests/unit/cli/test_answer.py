@@ -22,7 +22,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(capsys) -> None:
     out, err = capsys.readouterr()
     assert out == "Hello\n"
     assert err == (
-        "prompt: 9 tokens (4 cached), answer: 2 tokens; prefill: 12.3 t/s, generation: 5.0 t/s\n"
+        "prompt: 9 tokens (4 cached), answer: 2 tokens\nprefill: 12.3 t/s, generation: 5.0 t/s\n"
     )
 
 
@@ -46,6 +46,16 @@ def test_reasoning_is_dim_on_a_terminal(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     show(iter([Piece(reasoning="hm"), Piece("Yes")]), ids_only=False)
     assert capsys.readouterr().out == "\x1b[2mhm\x1b[0m\nYes\n"
+
+
+def test_a_model_can_not_steer_the_terminal(capsys, monkeypatch) -> None:
+    said = [Piece(reasoning="a\x1b]52;c;aGk=\x07"), Piece("b\x9b2J\r\tc\n")]
+    show(iter(said), ids_only=False)
+    assert capsys.readouterr().out == "a\x1b]52;c;aGk=\x07\nb\x9b2J\r\tc\n\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show(iter(said), ids_only=False)
+    shown = "\x1b[2ma\\x1b]52;c;aGk=\\x07\x1b[0m\nb\\x9b2J\\r\tc\n\n"
+    assert capsys.readouterr().out == shown
 
 
 def test_ids_are_separated_by_commas(capsys) -> None:
@@ -87,6 +97,6 @@ def test_the_wait_for_an_answer_is_told_and_ends_before_its_first_piece() -> Non
         lambda done, total: told.append((done, total)),
     )
     assert next(events) == Piece("a")
-    assert told == [(8, 20), (16, 20), (1, 1)]
+    assert told == [(8, 20), (16, 20), (20, 20)]
     assert list(events) == [Piece("b"), FIGURES]
     assert len(told) == 3

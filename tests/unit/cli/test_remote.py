@@ -15,9 +15,16 @@ import pytest
 from ds4py.cli import exits, remote
 from ds4py.cli.answer import Figures, Piece, Prefill, Question
 from ds4py.cli.client import client
-from ds4py.cli.remote import ask
+from ds4py.cli.conversation import Conversation, Stage
+from ds4py.cli.remote import RemotePartner, ask
 from ds4py.config import Address
-from ds4py.errors import ConnectError, PeerClosedError, RequestError, TransportTimeoutError
+from ds4py.errors import (
+    ConfigError,
+    ConnectError,
+    PeerClosedError,
+    RequestError,
+    TransportTimeoutError,
+)
 from ds4py.text.deepseek4_tokens import Marker
 
 QUESTION = Question(text="Hi", ids=None, system="", raw=False, max_tokens=None, sampling={})
@@ -30,7 +37,7 @@ class Server:
         self._answer, self._hold = answer, hold
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = Address("127.0.0.1", self._listener.getsockname()[1])
-        self.path, self.body = "", {}
+        self.path, self.body, self.headers = "", {}, b""
         self.left = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -42,9 +49,10 @@ class Server:
             self.path = file.readline().split()[1].decode()
             length = 0
             while (line := file.readline().strip()) != b"":
+                self.headers += line.lower() + b"\n"
                 if line.lower().startswith(b"content-length:"):
                     length = int(line.split(b":")[1])
-            self.body = json.loads(file.read(length))
+            self.body = json.loads(file.read(length) or b"null")
             with contextlib.suppress(OSError):  # a client that has had enough
                 sock.sendall(self._answer)
                 while self._hold and sock.recv(1024):
@@ -288,3 +296,127 @@ def test_leaving_the_stream_closes_the_connection() -> None:
         assert next(events) == Piece("a")
         events.close()
         assert server.left.wait(20)
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+def quiet(_: int, __: int) -> None: ...
+
+
+def test_a_conversation_is_sent_whole_and_thoughts_go_back_where_they_came_from() -> None:
+    talk = Conversation("s", "none")
+    talk.add("a", "b", "hm")
+    told: list[tuple[int, int]] = []
+    head, body = stream(delta("yes", "stop"), USAGE).split(b"\r\n\r\n", 1)
+    with serving(head + b"\r\n\r\n: prefill 8/20\n\n" + body) as server:
+        partner = RemotePartner(server.address, {"temperature": 0.0}, 7, want_ids=True)
+        events = list(partner.reply(talk, "c", lambda *done: told.append(done)))
+    assert events[0] == Piece("yes")
+    assert isinstance(events[-1], Figures)
+    assert told == [(8, 20), (20, 20)]
+    assert server.path == "/v1/chat/completions"
+    assert server.body == {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_progress": True,
+        "return_token_ids": True,
+        "temperature": 0.0,
+        "max_tokens": 7,
+        "reasoning_effort": "none",
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+            {"role": "user", "content": "c"},
+        ],
+    }
+    assert b"authorization" not in server.headers
+
+
+def test_without_a_system_text_the_models_own_is_asked_for() -> None:
+    with serving(stream(delta("yes"), USAGE)) as server:
+        list(RemotePartner(server.address, {}, None).reply(Conversation(), "c", quiet))
+    assert server.body["default_system"] is True
+    assert {"max_tokens", "reasoning_effort", "return_token_ids"}.isdisjoint(server.body)
+
+
+def test_stopping_an_answer_closes_the_connection() -> None:
+    with serving(stream(delta("a"), done=False), hold=True) as server:
+        events = RemotePartner(server.address, {}, None).reply(Conversation(), "c", quiet)
+        assert next(events) == Piece("a")
+        events.close()
+        assert server.left.wait(20)
+
+
+def test_a_key_is_told_to_the_server_that_wants_one(monkeypatch) -> None:
+    with serving(stream(delta("a"), USAGE)) as server:
+        partner = RemotePartner(server.address, {}, None, api_key="sesame")
+        list(partner.reply(Conversation(), "c", quiet))
+    assert b"\nauthorization: bearer sesame\n" in server.headers
+    monkeypatch.setenv("DS4PY_API_KEY", "sesame")
+    with serving(stream(delta("a"), USAGE)) as server:
+        args = ["--host", str(server.address), "-p", "Hi"]
+        assert exits.exit_status(client, "ds4py-cli", args) == exits.OK
+    assert b"\nauthorization: bearer sesame\n" in server.headers
+
+
+def test_the_context_is_the_servers() -> None:
+    with pytest.raises(ConfigError, match="that of h:1 is the server's; start it with --ctx 4096"):
+        RemotePartner(Address("h", 1), {}, None).resize(4096)
+
+
+HEALTH = {
+    "status": "route incomplete",
+    "missing": "layers 3-5",
+    "model": "toy",
+    "n_ctx": 64,
+    "stages": [
+        {
+            "name": "coordinator",
+            "layers": None,
+            "has_output": False,
+            "prefill_per_second": 0,
+            "decode_per_second": 0,
+        },
+        {
+            "name": "w:1",
+            "layers": "0-2",
+            "has_output": True,
+            "prefill_per_second": 12.5,
+            "decode_per_second": 3,
+        },
+    ],
+}
+
+
+def test_the_status_is_the_servers_health() -> None:
+    with serving(http("503 Service Unavailable", json.dumps(HEALTH).encode())) as server:
+        status = RemotePartner(server.address, {}, None).status()
+    assert server.path == "/health"
+    assert (status.model, status.where) == ("toy", f"at {server.address}")
+    assert (status.n_ctx, status.missing) == (64, "layers 3-5")
+    assert status.stages == (
+        Stage("coordinator", "no layers", 0.0, 0.0),
+        Stage("w:1", "layers 0-2 + head", 12.5, 3.0),
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"{}",
+        b'{"model": "a", "n_ctx": "x", "stages": []}',
+        b'{"model": "a", "n_ctx": 1, "stages": [7]}',
+        b'{"model": "a", "n_ctx": 1, "stages": 7}',
+    ],
+)
+def test_a_server_that_does_not_tell_its_state_is_named(body: bytes) -> None:
+    with (
+        serving(http("404 Not Found", body)) as server,
+        pytest.raises(PeerClosedError, match="does not tell its state"),
+    ):
+        RemotePartner(server.address, {}, None).status()
