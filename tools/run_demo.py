@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(name: str, folder: Path, *args: str) -> Iterator[None]:
+def process(name: str, folder: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run ds4py-server with these arguments; its log goes to a file."""
     threads = max(1, min(12, (os.cpu_count() or 2) // 2))
     command = [str(BIN / "ds4py-server"), *args, "--model", str(MODEL), "--threads", str(threads)]
@@ -42,7 +42,7 @@ def process(name: str, folder: Path, *args: str) -> Iterator[None]:
     with (folder / f"{name}.log").open("w") as log:
         running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        yield
+        yield running
     finally:
         running.send_signal(signal.SIGTERM)
         try:

@@ -3,7 +3,10 @@
 Honest inputs (recorded and generated) are damaged in ways that know the protocol, and given to
 decoders and to live programs on loopback. What must hold after each of them stands in the targets.
 
-    corpus  ->  damage   ->  pure, live       ->  campaign         ->  __main__
-    (honest     (one or      (targets: make,      (budget, deadline,   (arguments,
-     bytes)      more ways)   feed, check)         memory, files)       table)
+    corpus,      ->  damage   ->  targets          ->  campaign         ->  __main__
+    http_corpus      (one or      (make, feed,         (budget, deadline,   (arguments,
+    (honest bytes)    more ways)   check)               memory, files)       table)
+
+Targets: `pure` (the protocol), `saved` (payloads, cache files), `texts` (bodies of requests and
+replies of models); of running programs `live` (workers, coordinators) and `web` (the HTTP server).
 """

@@ -15,8 +15,11 @@ from typing import Final
 from interop.fuzz.campaign import Campaign, Tally
 from interop.fuzz.live import LIVE
 from interop.fuzz.pure import PURE
+from interop.fuzz.saved import SAVED
+from interop.fuzz.texts import TEXTS
+from interop.fuzz.web import LiveHttp
 
-TARGETS: Final = {target.name: target for target in (*PURE, *LIVE)}
+TARGETS: Final = {target.name: target for target in (*PURE, *SAVED, *TEXTS, *LIVE, LiveHttp)}
 _DAY: Final = 86400.0
 _ROW: Final = "{:<13} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9} {:>9}"
 _HEAD: Final = _ROW.format(

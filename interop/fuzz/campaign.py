@@ -23,7 +23,7 @@ from typing import Final
 
 import psutil
 
-from interop.fuzz.target import Target
+from interop.fuzz.target import LOGS, Target
 
 MAX_FAILURES: Final = 10
 """Of one target; a campaign that has seen so many ends."""
@@ -195,12 +195,17 @@ def _hang(_signal: int, _frame: FrameType | None) -> None:
 @contextmanager
 def _quiet_logs() -> Iterator[None]:
     """Keep warnings about hostile peers from all handlers of the process: they are very many."""
-    log = logging.getLogger("ds4py")
-    before, log.propagate = log.propagate, False
+    logs, nothing = [logging.getLogger(name) for name in LOGS], logging.NullHandler()
+    before = [log.propagate for log in logs]
     try:
+        for log in logs:
+            log.propagate = False
+            log.addHandler(nothing)
         yield
     finally:
-        log.propagate = before
+        for log, propagate in zip(logs, before, strict=True):
+            log.propagate = propagate
+            log.removeHandler(nothing)
 
 
 def _resident() -> int:

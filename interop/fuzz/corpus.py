@@ -11,15 +11,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from ds4py.contracts import CacheForm, ModelCard
-from ds4py.snapshot import CacheSizes, Capacities, Shard, Whole, write_dsv4, write_dsvl
+from ds4py.snapshot import (
+    KV_KINDS,
+    CacheSizes,
+    Capacities,
+    PlainLayer,
+    PlainShard,
+    PlainSizes,
+    Shard,
+    Whole,
+    split,
+    write_dsv4,
+    write_dsvl,
+    write_shard,
+    write_whole,
+)
+from ds4py.snapshot.kvc import ABI_DS4, ABI_OWN, Flag, KvcHeader, Reason, crc_of, write_trailer
+from ds4py.snapshot.kvc_policy import CacheIdentity
 from ds4py.spans import LayerSpan, whole_model
-from ds4py.wire.extensions import Alive, Cancel, Drop, HopLost, PeerHello, encode_peer_hello
+from ds4py.wire.extensions import Alive, Cancel, Drop, Fork, HopLost, PeerHello, encode_peer_hello
 from ds4py.wire.frames import Buffer
 from ds4py.wire.messages import (
     ErrorText,
@@ -127,7 +144,7 @@ def _sent(case: dict[str, Any]) -> bytes:
 @cache
 def to_worker() -> Sequence[Talk]:
     """Return what a driver may say to a worker of `TAIL`."""
-    notices = (Alive(), Cancel(1, 2), Drop(7), HopLost("127.0.0.1", 9))
+    notices = (Alive(), Cancel(1, 2), Drop(7), HopLost("127.0.0.1", 9), _fork())
     greeting = encode_peer_hello(peer_hello("coordinator"))
     return [
         *(_prompt((entry(TAIL),), bits=bits) for bits in (0, 32, 16, 8)),
@@ -136,6 +153,7 @@ def to_worker() -> Sequence[Talk]:
         said(*_load(), _work(PROMPT, (7,), 2)),
         talk_of(greeting, *(notice.encode() for notice in notices)),
         talk_of(greeting, encode(_work((), PROMPT, 1)), Cancel(1, 9).encode(), Drop(1).encode()),
+        talk_of(greeting, *_forked()),
         said(ErrorText.of("we part")),
     ]
 
@@ -198,7 +216,7 @@ def peer_hello(role: Literal["coordinator", "worker"]) -> PeerHello:
         role=role,
         version="1.2.3",
         build="0badf00d",
-        features=("rewind", "cancel", "drop", "hop-lost", "of-the-future"),
+        features=("rewind", "cancel", "drop", "hop-lost", "fork", "of-the-future"),
         model_id=identity.model_id,
         model_name=identity.name,
         n_layers=N_LAYERS,
@@ -237,6 +255,17 @@ def _prompt(hops: Sequence[RouteEntry], *, bits: int) -> Talk:
 
 def _work(before: Sequence[int], tokens: Sequence[int], request_id: int) -> Work:
     return make_work((entry(TAIL),), before, tokens, request_id=request_id)
+
+
+def _fork() -> Fork:
+    return Fork(1, 2, len(PROMPT), prefix_hash(PROMPT))
+
+
+def _forked() -> Iterator[Iterable[Buffer]]:
+    """A prompt, and another session that goes on with a copy of it."""
+    yield encode(_work((), PROMPT, 1))
+    yield _fork().encode()
+    yield encode(replace(_work(PROMPT, (7,), 2), session_id=2))
 
 
 def _save_request() -> SaveRequest:
@@ -334,6 +363,86 @@ def shard_of(sizes: CacheSizes, layers: LayerSpan, n_ctx: int, n_tokens: int) ->
             for layer in layers.layers
         ],
     )
+
+
+PLAIN: Final = PlainSizes(model_id=0x80001234, n_layers=4, n_heads=2, width=8, n_vocab=11)
+"""A model with plain keys and values, whose layers are of every type in `plain_whole`."""
+
+PLAIN_PART: Final = LayerSpan(2, 3)
+
+
+def plain_whole() -> bytes:
+    """Return a `DPKV` payload of `PLAIN`."""
+    return b"".join(write_whole(_plain(tuple(KV_KINDS))))
+
+
+def plain_part() -> bytes:
+    """Return a `DPKL` payload of `PLAIN_PART`, as a single stage holds it."""
+    return b"".join(write_shard(split(_plain(("q8_0",) * PLAIN.n_layers), PLAIN_PART)))
+
+
+def _plain(kinds: Sequence[str]) -> Whole[PlainShard]:
+    tokens = np.arange(5, dtype=np.uint32)
+    layers = [
+        PlainLayer(KV_KINDS[kind], [np.ones(shape, dtype) for dtype, shape in arrays])
+        for kind in kinds
+        for arrays in [PLAIN.arrays(KV_KINDS[kind], len(tokens))]
+    ]
+    return Whole(
+        tokens=tokens,
+        logits=np.linspace(-1, 1, PLAIN.n_vocab, dtype=np.float32),
+        cache=PlainShard(
+            sizes=PLAIN, span=whole_model(PLAIN.n_layers), n_tokens=len(tokens), layers=layers
+        ),
+    )
+
+
+# --- files of the disk cache -----------------------------------------------------------------
+
+KEY: Final = "You are kind.\nUser: hi — tell me of the sea".encode()
+"""The text of all the files."""
+
+TOOLS: Final = {b"call_1": b"<tool_call>\xff</tool_call>", "tööl".encode(): b""}
+
+OWNERS: Final = {
+    abi: CacheIdentity(
+        model_id=model_id,
+        quant_bits=2,
+        abi=abi,
+        n_ctx=64,
+        model="m" * 32,
+        tokenizer="bpe",
+    )
+    for abi, model_id in ((ABI_DS4, 1), (ABI_OWN, 0x8000FA4E))
+}
+"""Who may load the files, by their payload's kind."""
+
+
+@cache
+def cache_files() -> Sequence[bytes]:
+    """Return files of ours and of ds4's, with calls of tools and without."""
+    kinds = ((ABI_OWN, True), (ABI_DS4, True), (ABI_DS4, False))
+    return [_kvc(abi, tools, sealed=sealed) for abi, sealed in kinds for tools in (TOOLS, {})]
+
+
+def _kvc(abi: int, tools: dict[bytes, bytes], *, sealed: bool) -> bytes:
+    owner, payload = OWNERS[abi], bytes(range(100))
+    header = KvcHeader(
+        n_tokens=13,
+        ctx=40,
+        payload_bytes=len(payload),
+        key_bytes=len(KEY),
+        created=1_780_000_000,
+        last_used=1_780_000_001,
+        hits=2,
+        reason=Reason.COLD,
+        flags=Flag.TOOL_MAP if tools else Flag.NONE,
+        quant_bits=owner.quant_bits,
+        model_id=owner.model_byte,
+        abi=abi,
+    ).encode()
+    seal = owner.seal(crc_of([KEY, payload])) if sealed else None
+    return b"".join([header, KEY, payload, write_trailer(header, tools, seal)])
 
 
 def _shard(layers: LayerSpan) -> Shard:

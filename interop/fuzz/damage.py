@@ -7,11 +7,13 @@ seeds give equal inputs.
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from ds4py.wire.frames import MAGIC
 
@@ -29,6 +31,7 @@ _RECORDS: Final = {  # spec C.2 by frame type, then the notices between ds4py pe
     258: "QQ",
     259: "Q",
     260: "H",
+    261: "QQIQ",
 }
 TYPES: Final = (*range(12), 77, 255, *range(256, 263), 1 << 31, (1 << 32) - 1)
 """Frame types that exist, their neighbours, and the ends of the range."""
@@ -144,6 +147,66 @@ def damage_body(rng: Random, kind: int, body: bytes) -> bytes:
     changed = bytearray(body)
     change_word(rng, changed, at, width)
     return bytes(changed)
+
+
+ODD_VALUES: Final[Sequence[Any]] = (
+    *(None, True, False, 0, 1, 5, -1, 0.2, 86400, float("nan"), float("inf"), 1e308, 10**400),
+    *(2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64),
+    *("", "x", "x" * 128, "x" * 129, "\0", "é\u2028\U0001f600", "\ud800", "worker", "none"),
+    *([], ["a"], ["a"] * 64, ["a"] * 65, ["A"], [["a"]], {}, {"a": 1}, {"type": "text"}),
+)
+"""Values that JSON can say and few readers expect; of JSON numbers some are none."""
+
+
+def damage_json(rng: Random, tree: dict[str, Any], stranger: dict[str, Any]) -> bytes:
+    """Return an object as JSON text after one damage or more.
+
+    Args:
+        rng: All choices come from it.
+        tree: At least one member; stays as it is.
+        stranger: Another object, whose parts are put into this one.
+    """
+    tree = copy.deepcopy(tree)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        if places := list(_places(tree)):
+            _change(rng, *rng.choice(places), rng.choice([*_places(tree), *_places(stranger)]))
+    text = json.dumps(tree, ensure_ascii=rng.random() < 0.5)
+    if tree and rng.random() < 0.1:  # the same member twice
+        twin = json.dumps({rng.choice(list(tree)): rng.choice(ODD_VALUES)})
+        text = rng.choice((f"{twin[:-1]}, {text[1:]}", f"{text[:-1]}, {twin[1:]}"))
+    if rng.random() < 0.01:
+        text = text.replace(": ", ": " + "[" * rng.choice((100, 1000, 100_000)), 1)
+    data = text.encode("utf-8", "surrogatepass")
+    return damage_bytes(rng, data) if rng.random() < 0.2 else data
+
+
+_Place = tuple[Any, Any]  # a list or an object, and an index or a name in it
+
+
+def _places(tree: Any) -> Iterator[_Place]:
+    """Yield every place of a tree but its root."""
+    inner = enumerate(tree) if isinstance(tree, list) else tree.items()
+    for name, value in inner:
+        yield tree, name
+        if isinstance(value, list | dict):
+            yield from _places(value)
+
+
+def _change(rng: Random, tree: Any, name: Any, source: _Place) -> None:
+    """Remove, replace, wrap, rename or repeat what stands at a place of a tree."""
+    chance = rng.random()
+    if chance < 0.15:
+        del tree[name]
+    elif chance < 0.45:
+        tree[name] = copy.deepcopy(source[0][source[1]])
+    elif chance < 0.8:
+        tree[name] = copy.deepcopy(rng.choice(ODD_VALUES))
+    elif chance < 0.85:
+        tree[name] = [tree[name]]
+    elif isinstance(tree, list):
+        tree.extend(copy.deepcopy(tree[name]) for _ in range(rng.choice((1, 1, 100))))
+    else:
+        tree[str(source[1])] = tree.pop(name)
 
 
 def damage_talk(rng: Random, talk: Talk, strangers: Talk) -> bytes:

@@ -25,6 +25,7 @@ from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType
 from interop.fuzz import corpus
 from interop.fuzz.damage import RawFrame
+from interop.fuzz.target import LOGS
 from tests.sockets import read_exactly, read_to_end
 
 SECONDS: Final = 10.0
@@ -52,14 +53,16 @@ def watch() -> Iterator[list[str]]:
             if record.exc_info:
                 seen.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
-    handler, log = Handler(), logging.getLogger("ds4py")
-    log.addHandler(handler)
+    handler, logs = Handler(), [logging.getLogger(name) for name in LOGS]
+    for log in logs:
+        log.addHandler(handler)
     ended = lambda args: seen.append(f"{args.thread} died of {args.exc_value!r}")  # noqa: E731
     try:
         with mock.patch.object(threading, "excepthook", ended):
             yield seen
     finally:
-        log.removeHandler(handler)
+        for log in logs:
+            log.removeHandler(handler)
 
 
 @contextmanager

@@ -9,7 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
-from typing import final
+from typing import Final, final
+
+LOGS: Final = ("ds4py", "uvicorn", "asyncio")
+"""Loggers of what is tested."""
 
 
 class Target(ABC):

@@ -1,0 +1,1 @@
+"""Agent programs against ds4py's server, whose model is scripted."""
