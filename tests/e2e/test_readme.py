@@ -1,17 +1,32 @@
-"""The commands of README.md, run as printed but for hosts, ports and the path of the model."""
+"""The commands of README.md, run as printed but for hosts, ports and the path of the model.
+
+And of all texts for users: links lead somewhere, flags exist, quoted messages are the code's own.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
 
+import click
+import pytest
+
 from tests.e2e.support import endless_toy
 from tests.processes import Launcher, environment, free_port, run
+from tools.run_make_reference import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
+TEXTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("docs/*/*.md")),
+]
+FOR_USERS = [path for path in TEXTS if path.parent.name != "spec" and path.stem != "architecture"]
 
 
 def commands() -> list[list[str]]:
@@ -66,3 +81,79 @@ def test_the_demo_streams_an_answer_and_shows_every_stage() -> None:
     assert "prefill: " in done.stderr
     for row in (r"coordinator\s+│ none", r"│ 0-14\s+│", r"│ 15-29 \+ head │"):
         assert re.search(row, done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("path", FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(path: Path) -> set[str]:
+    """The names of a text's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_flags_exist(path: Path) -> None:
+    """In code spans, and in command lines of ours; other programs' flags stand in their blocks."""
+    known = {
+        flag for command in PROGRAMS.values() for param in command.params for flag in param.opts
+    }
+    text = path.read_text(encoding="utf-8")
+    ours: list[str] = re.findall(r"^(?:\$ )?(ds4py.*)$", text, re.MULTILINE)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    spans = [span for span in spans if not span.startswith(("./tools/", "docker ", "pip "))]
+    named = {
+        flag for piece in ours + spans for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", piece)
+    }
+    assert (
+        named - known - {"--help", "--version", "--llama-python", "--cuts", "--no-binary"} == set()
+    )
+
+
+@functools.cache
+def code_texts() -> str:
+    """Every text of the package's code; what differs at run time is `…`."""
+    texts = []
+    for path in (ROOT / "ds4py").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%[-\d.]*[sdrfx]", "…", node.value))
+    return "\n".join(texts)
+
+
+def quotations() -> list[str]:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r"^> `(.*)`$", text, re.MULTILINE) + re.findall(
+        r"^\| `([^`]* [^`]*)` \|", text.partition("### A worker dials")[0], re.MULTILINE
+    )
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    quoted = quotations()
+    assert len(quoted) > 30
+    for message in quoted:
+        for piece in re.split("…|: got |, expected |: needed |, available ", message):
+            assert piece.strip(" :;") in code_texts(), (piece, message)
+
+
+def test_the_defaults_of_the_disk_cache_are_those_of_the_flags() -> None:
+    text = (ROOT / "docs" / "sessions-and-cache.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(--kv-[\w-]+)` \| (\w+) \|", text, re.MULTILINE))
+    params = {param.opts[0]: param for param in PROGRAMS["ds4py-server"].params}
+    assert rows.keys() == {name for name in params if re.match("--kv-(disk|cache)-", name)}
+    for name, default in rows.items():
+        expected = params[name].default if isinstance(params[name].type, click.IntRange) else "off"
+        assert default == str(expected), name
