@@ -11,6 +11,7 @@ a program needs to decide stands in attributes, so that nobody matches on text.
         SnapshotError
         UnsupportedQuantError
       ModelError                      weights do not fit the shape: tensor, got, expected
+      KernelError                     memory that compiled code cannot take: a bug of ours
       ProtocolError                   (never raised itself)
         LocalProtocolError            we were about to break the protocol: a bug of ours
         RemoteProtocolError           the peer broke it: close the connection
@@ -82,6 +83,22 @@ class ModelError(Ds4Error):
     def __init__(self, tensor: str, *, got: object, expected: object):
         super().__init__(f"{tensor}: got {got}, expected {expected}")
         self.tensor = tensor
+        self.got = got
+        self.expected = expected
+
+
+class KernelError(Ds4Error):
+    """Compiled code was about to get memory that it would read or write wrongly.
+
+    Args:
+        what: The tensor, by its name in the kernel's own words.
+        got: Its type, shape, strides or device.
+        expected: What the kernel assumes.
+    """
+
+    def __init__(self, what: str, *, got: object, expected: object):
+        super().__init__(f"{what}: got {got}, expected {expected}")
+        self.what = what
         self.got = got
         self.expected = expected
 

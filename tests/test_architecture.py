@@ -159,6 +159,21 @@ def test_only_config_reads_the_environment(path: Path) -> None:
     assert not names & {"os.environ", "os.environb", "os.getenv"}
 
 
+THE_DOOR = "ds4py/quant/kernels/memory.py"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_only_one_module_asks_a_tensor_for_its_address(path: Path) -> None:
+    """Memory goes to compiled code through checks: see the module's own words."""
+    asked = {
+        node.lineno
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr in {"data_ptr", "untyped_storage", "__array_interface__", "ctypes"}
+    }
+    assert not asked or ids(path) == THE_DOOR, f"{ids(path)}:{min(asked)} takes an address"
+
+
 def must_say(path: Path) -> bool:
     name = str(path.relative_to(ROOT / "ds4py")).removesuffix(".py")
     return path.stem not in FREE and name not in LEAVES

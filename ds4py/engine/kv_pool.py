@@ -23,6 +23,7 @@ from ds4py.contracts import NO_ROOM
 from ds4py.engine import pages
 from ds4py.errors import CapacityError
 from ds4py.models.base import CacheTensor
+from ds4py.quant.kernels.memory import Buffer
 
 PAGE_TOKENS: Final = 256
 """Tokens for which a session takes memory at a time."""
@@ -116,7 +117,7 @@ class KvPool:
         self._tokens[slot] = n_tokens
         if self._is_paged and _n_pages(n_tokens) < _n_pages(held):
             for part, tensor in zip(self._parts, self._caches[slot], strict=True):
-                part.give_back(tensor.data_ptr(), held, n_tokens)
+                part.give_back(_address(tensor), held, n_tokens)
 
     def release(self, slot: int) -> None:
         """Give a slot back."""
@@ -258,8 +259,13 @@ def _reserved(
         ) from error
     if device.type == "cpu":  # or the first row of each plane would cost 2 MiB on some systems
         for tensor in (tensor for slot in slots for tensor in slot):
-            pages.commit_in_small_pages(tensor.data_ptr(), tensor.nbytes)
+            pages.commit_in_small_pages(_address(tensor), tensor.nbytes)
     return slots
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a cache tensor begins in the memory of the process."""
+    return Buffer(tensor, tensor.dtype, "cache").address
 
 
 def _n_pages(n_tokens: int) -> int:

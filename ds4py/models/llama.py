@@ -32,11 +32,12 @@ from ds4py.models.base import (
 from ds4py.models.ops.attention import attend_many, attend_one
 from ds4py.models.ops.cuda.step import DecodeStep
 from ds4py.models.ops.fused import FusedNorm, Heads
-from ds4py.models.ops.fused_layer import FusedLayer, Place, Products, Scratch
+from ds4py.models.ops.fused_layer import FusedLayer, Products, Scratch, place_in
 from ds4py.models.ops.head import OutputHead
 from ds4py.models.ops.kv_rows import KvForm, KvRows
 from ds4py.models.ops.norm import RmsNorm
 from ds4py.models.ops.rope import Rope, RopeParams
+from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.linear import PackedLinear
 from ds4py.quant.tensor import QuantTensor
 from ds4py.spans import LayerSpan
@@ -423,16 +424,19 @@ class Slice:
     def _step(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Run the layers over one token of each session."""
         scratch = None
-        rotations = [self._rope.at(part.pos0, 1) for part in segments]
+        x = Buffer(hidden, torch.float32, "hidden states")
+        rotations = [
+            Buffer(self._rope.at(part.pos0, 1), torch.complex64, "rotation") for part in segments
+        ]
         caches = [self._kv.layers(part.cache) for part in segments]
         for layer, *own in zip(self._layers, *caches, strict=True):
             assert layer.fused is not None, "the caller has looked"
             scratch = scratch or self._scratch_for(layer.fused, hidden)
             places = [
-                Place(kv, part.pos0, rotation)
+                place_in(kv, part.pos0, rotation)
                 for kv, part, rotation in zip(own, segments, rotations, strict=True)
             ]
-            layer.fused(hidden, places, scratch)
+            layer.fused(x, places, scratch)
 
     def _scratch_for(self, layer: FusedLayer, hidden: torch.Tensor) -> Scratch:
         n_rows = hidden.shape[0]

@@ -27,6 +27,7 @@ from torch.nn.functional import linear
 from ds4py.errors import ModelError
 from ds4py.quant.kernels import cpu, cuda
 from ds4py.quant.kernels.activations import Quantized
+from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.plain import NATIVE
 from ds4py.quant.tensor import QuantTensor
 
@@ -123,21 +124,25 @@ class PackedLinear:
         """Whether `multiply` can run."""
         return all(isinstance(product, cpu.BlockWeights) for product in self._products)
 
-    def multiply(self, x: Quantized, y: torch.Tensor, *, add: bool = False) -> None:
+    def multiply(self, x: Quantized, y: Buffer, *, add: bool = False) -> None:
         """Multiply rounded activations, on the CPU (only if `is_packed`).
 
         Args:
             x: Activations `[T, K]`.
-            y: float32 `[T, N]`, contiguous; gets the result.
+            y: float32 `[T, N]`; gets the result.
             add: Add it to what `y` holds.
+
+        Raises:
+            KernelError: The sizes do not fit.
         """
+        y.expect("result of a product", (x.n_rows, self._n_rows))
         start = 0
         for product in self._products:
             assert isinstance(product, cpu.BlockWeights)
             product.packed.multiply(x, y, column=start, add=add)
             start += product.packed.n_rows
         if self._bias is not None:
-            y.add_(self._bias)
+            y.tensor.add_(self._bias)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows of the only matrix: int64 `[R]` to float32 `[R, K]`."""

@@ -176,8 +176,10 @@ class GroupedOutput:
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """Return `[T, D]` for the heads' results `[T, heads, HD]`."""
-        grouped = heads.view(heads.shape[0], len(self._groups), -1)
-        low = [linear(grouped[:, number]) for number, linear in enumerate(self._groups)]
+        grouped = heads.view(heads.shape[0], len(self._groups), -1).transpose(0, 1)
+        # one copy for all groups: a group's values of several tokens do not lie side by side, and
+        # products take contiguous rows only; of one token they do, and nothing is copied
+        low = [linear(own) for linear, own in zip(self._groups, grouped.contiguous(), strict=True)]
         return self._join(torch.cat(low, 1))
 
 

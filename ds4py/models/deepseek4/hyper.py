@@ -149,7 +149,8 @@ class Sinkhorn:
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, S, S]` for scores `[T, S * S]`, row after row."""
         if self._for_cpu:  # one call instead of four operations for each iteration
-            return sinkhorn.balanced(scores, self._iterations, self._eps_value)
+            # a copy of 64 bytes a token: the scores of several stand beside other weights
+            return sinkhorn.balanced(scores.contiguous(), self._iterations, self._eps_value)
         if self._for_cuda:
             from ds4py.models.ops.cuda.sinkhorn import balanced  # noqa: PLC0415 - needs triton
 

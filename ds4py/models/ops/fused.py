@@ -14,7 +14,9 @@ from typing import Final
 
 import torch
 
+from ds4py.errors import KernelError
 from ds4py.models.ops.fused_rows import PARAMS, CacheRows, cache_rows
+from ds4py.models.ops.kv_rows import block_size
 from ds4py.quant.kernels.activations import TARGETS, Quantized, write_quantized
 from ds4py.quant.kernels.jit import (
     F32,
@@ -27,8 +29,12 @@ from ds4py.quant.kernels.jit import (
     float_bits,
     vector,
 )
+from ds4py.quant.kernels.memory import Buffer
 
 _ROW: Final = vector(F32, LANES)
+
+CACHE_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+"""Types of caches that a kernel reads and writes; int8 are codes with scales."""
 
 
 class FusedNorm:
@@ -40,12 +46,18 @@ class FusedNorm:
     """
 
     def __init__(self, weight: torch.Tensor, eps: float):
-        self._weight, self._eps = weight.contiguous(), float_bits(eps)
-        self._place = self._weight.data_ptr(), self._eps
+        self._weight = Buffer(weight, torch.float32, "weight of a norm")
+        self._place = self._weight.address, float_bits(eps)
 
-    def __call__(self, x: torch.Tensor, out: Quantized) -> None:
-        """Norm float32 `[T, W]`, contiguous, into `out`."""
-        _norm()(x.data_ptr(), *self._place, *out.addresses, out.n_rows, out.width)
+    def __call__(self, x: Buffer, out: Quantized) -> None:
+        """Norm float32 `[T, W]` into `out`.
+
+        Raises:
+            KernelError: The sizes do not fit.
+        """
+        self._weight.expect("weight of a norm", (out.width,))
+        x.expect("input of a norm", (out.n_rows, out.width))
+        _norm()(x.address, *self._place, *out.addresses, out.n_rows, out.width)
 
 
 @cache
@@ -70,14 +82,18 @@ def _norm() -> Kernel:
     return k.compiled()
 
 
-def gate(gate_up: torch.Tensor, out: Quantized) -> None:
+def gate(gate_up: Buffer, out: Quantized) -> None:
     """Write `silu(gate) * up` as integers.
 
     Args:
-        gate_up: float32 `[T, 2 F]`, contiguous: gates, then what they let through.
+        gate_up: float32 `[T, 2 F]`: gates, then what they let through.
         out: `[T, F]`.
+
+    Raises:
+        KernelError: The sizes do not fit.
     """
-    _gate()(gate_up.data_ptr(), *out.addresses, out.n_rows, out.width)
+    gate_up.expect("gates", (out.n_rows, 2 * out.width))
+    _gate()(gate_up.address, *out.addresses, out.n_rows, out.width)
 
 
 @cache
@@ -139,41 +155,82 @@ class Heads:
         """Whether kernels can do it."""
         return self.width % LANES == 0 and self.n_rotated % LANES == 0
 
+    @property
+    def n_queries(self) -> int:
+        """Values of one token's queries, and of what they attend to."""
+        return self.n_groups * self.per_group * self.width
 
-def attend(
-    heads: Heads,
-    qkv: torch.Tensor,
-    rotation: torch.Tensor,
-    cache: torch.Tensor,
-    position: int,
-    out: torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> None:
+
+@dataclass(frozen=True, slots=True)
+class CachePlace:
+    """Where one token of one session is in one layer.
+
+    Args:
+        cache: `[2 G, C, D]` of any type of `KvRows`: keys, then values.
+        scales: Of a cache of codes, float32 `[2 G, C, D / block]`; None for floats.
+        position: Of the token; its row is written, and rows up to it are seen.
+        rotation: complex64 of that position, `n_rotated / 2` numbers.
+    """
+
+    cache: Buffer
+    scales: Buffer | None
+    position: int
+    rotation: Buffer
+
+    def check(self, heads: Heads) -> None:
+        """Check that the cache is one of such heads and has the position.
+
+        Raises:
+            KernelError: It is not, or the position is outside.
+        """
+        planes, room, width = 2 * heads.n_groups, self.cache.shape[1], heads.width
+        is_coded = self.cache.dtype is torch.int8
+        if self.cache.dtype not in CACHE_TYPES or is_coded != (self.scales is not None):
+            raise KernelError(
+                "cache",
+                got=f"{self.cache.dtype} {'without' if self.scales is None else 'with'} scales",
+                expected="float32, bfloat16 or float16 without, or int8 with scales",
+            )
+        self.cache.expect("cache", (planes, room, width), self.cache.dtype)
+        if self.scales is not None:
+            self.scales.expect("scales of a cache", (planes, room, width // block_size(width)))
+        if not 0 <= self.position < room:
+            raise KernelError("position in a cache", got=self.position, expected=f"0 to {room - 1}")
+        turned = (*self.rotation.shape[:-1], heads.n_rotated // 2)
+        self.rotation.expect("rotation", turned, torch.complex64)
+
+
+def attend(heads: Heads, qkv: Buffer, row: int, place: CachePlace, out: Buffer) -> None:
     """Attend from one token of one session, whose keys and values are cached first.
 
     Args:
         heads: Sizes.
-        qkv: float32 `[(G P + 2 G) D]`, contiguous; overwritten.
-        rotation: complex64 `[n_rotated / 2]`, of the token's position.
-        cache: `[2 G, C, D]`, contiguous, of any type of `KvRows`: keys, then values; row `position`
-            is written.
-        position: Of the token; rows up to it are seen.
-        out: float32 `[G P D]`, contiguous; gets the result.
-        scales: Of a cache of codes.
+        qkv: float32 `[T, (G P + 2 G) D]`; the token's row is overwritten.
+        row: Of the token, in `qkv` and in `out`.
+        place: Where its session is.
+        out: float32 `[T, G P D]`; the token's row gets the result.
+
+    Raises:
+        KernelError: The sizes do not fit; nothing was written.
     """
-    assert position < cache.shape[1], "kernels write where addresses and sizes say"
-    padded = -(-(position + 1) // LANES) * LANES
-    scores = torch.empty((heads.n_groups * heads.per_group, padded))
-    _attend(heads, cache.dtype).parallel(
-        qkv.data_ptr(),
-        rotation.data_ptr(),
-        cache.data_ptr(),
-        0 if scales is None else scales.data_ptr(),
-        cache.shape[1],
-        position,
+    n_rows, n_queries = qkv.shape[0], heads.n_queries
+    qkv.expect("queries, keys, values", (n_rows, n_queries + 2 * heads.n_groups * heads.width))
+    out.expect("result of an attention", (n_rows, n_queries))
+    if not 0 <= row < n_rows:
+        raise KernelError("row of a token", got=row, expected=f"0 to {n_rows - 1}")
+    place.check(heads)
+    padded = -(-(place.position + 1) // LANES) * LANES
+    scores = Buffer.empty((heads.n_groups * heads.per_group, padded))
+    _attend(heads, place.cache.dtype).parallel(
+        qkv.address + row * qkv.row_bytes,
+        place.rotation.address,
+        place.cache.address,
+        0 if place.scales is None else place.scales.address,
+        place.cache.shape[1],
+        place.position,
         padded,
-        scores.data_ptr(),
-        out.data_ptr(),
+        scores.address,
+        out.address + row * out.row_bytes,
     )
 
 

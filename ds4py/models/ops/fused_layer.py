@@ -15,22 +15,23 @@ import torch
 from ds4py.models.ops import fused
 from ds4py.models.ops.kv_rows import KvRows
 from ds4py.quant.kernels.activations import Quantized, quantize
+from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.linear import PackedLinear
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a session is in one layer.
+def place_in(rows: KvRows, position: int, rotation: Buffer) -> fused.CachePlace:
+    """Return where a session's token is in one layer.
 
-    Args:
-        cache: Its rows in this layer.
-        position: Of its token.
-        rotation: complex64 `[n_rotated / 2]` of that position.
+    Raises:
+        KernelError: The cache is not contiguous memory of the process.
     """
-
-    cache: KvRows
-    position: int
-    rotation: torch.Tensor
+    scales = rows.scales
+    return fused.CachePlace(
+        Buffer(rows.values, rows.values.dtype, "cache"),
+        None if scales is None else Buffer(scales, torch.float32, "scales of a cache"),
+        position,
+        rotation,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,13 @@ class Scratch:
     """
 
     def __init__(self, n_rows: int, width: int, heads: fused.Heads, products: Products):
-        attended = heads.n_groups * heads.per_group * heads.width
+        attended = heads.n_queries
         n_gates = products.gate_up.n_rows // 2
         self.normed = Quantized(n_rows, width)
-        self.qkv = torch.empty((n_rows, products.qkv.n_rows))
-        self.attended = torch.empty((n_rows, attended))
+        self.qkv = Buffer.empty((n_rows, products.qkv.n_rows))
+        self.attended = Buffer.empty((n_rows, attended))
         self.mixed = Quantized(n_rows, attended)
-        self.gate_up = torch.empty((n_rows, 2 * n_gates))
+        self.gate_up = Buffer.empty((n_rows, 2 * n_gates))
         self.gated = Quantized(n_rows, n_gates)
 
 
@@ -105,14 +106,13 @@ class FusedLayer:
         """Return memory for a batch."""
         return Scratch(n_rows, width, self._heads, self._products)
 
-    def __call__(self, x: torch.Tensor, places: Sequence[Place], s: Scratch) -> None:
-        """Update float32 `[T, W]`, contiguous, and the sessions' caches in place."""
+    def __call__(self, x: Buffer, places: Sequence[fused.CachePlace], s: Scratch) -> None:
+        """Update float32 `[T, W]` and the sessions' caches in place."""
         products = self._products
         self._attn_norm(x, s.normed)
         products.qkv.multiply(s.normed, s.qkv)
-        for place, qkv, out in zip(places, s.qkv, s.attended, strict=True):
-            values, scales = place.cache.values, place.cache.scales
-            fused.attend(self._heads, qkv, place.rotation, values, place.position, out, scales)
+        for row, place in enumerate(places):
+            fused.attend(self._heads, s.qkv, row, place, s.attended)
         products.output.multiply(quantize(s.attended, s.mixed), x, add=True)
         self._ffn_norm(x, s.normed)
         products.gate_up.multiply(s.normed, s.gate_up)

@@ -14,6 +14,7 @@ import torch
 
 from ds4py.models.ops.fused import exponential
 from ds4py.quant.kernels.jit import F32, I64, LANES, Code, Kernel, Value, float_bits, vector
+from ds4py.quant.kernels.memory import Buffer
 
 SIZE: Final = 4
 """Rows and columns of a matrix."""
@@ -26,32 +27,30 @@ def balanced(scores: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Return nearly doubly stochastic matrices.
 
     Args:
-        scores: float32 `[T, 16]`, row after row; each row of values contiguous.
+        scores: float32 `[T, 16]`, contiguous: matrices row after row.
         iterations: Normalizations of columns; rows have one fewer, besides the softmax.
         eps: Added to every sum, and to the softmax.
 
     Returns:
         float32 `[T, 4, 4]`.
+
+    Raises:
+        KernelError: The scores lie otherwise.
     """
-    n_tokens = scores.shape[0]
-    matrices = torch.empty((n_tokens, SIZE, SIZE))
-    _balance()(
-        scores.data_ptr(),
-        scores.stride(0),
-        matrices.data_ptr(),
-        n_tokens,
-        iterations,
-        float_bits(eps),
-    )
-    return matrices
+    given = Buffer(scores, torch.float32, "scores")
+    n_tokens = given.shape[0]
+    given.expect("scores", (n_tokens, LANES))
+    matrices = Buffer.empty((n_tokens, SIZE, SIZE))
+    _balance()(given.address, matrices.address, n_tokens, iterations, float_bits(eps))
+    return matrices.tensor
 
 
 @cache
 def _balance() -> Kernel:
-    k = Code("balance", ("scores", "stride", "out", "n_tokens", "iterations", "eps"))
+    k = Code("balance", ("scores", "out", "n_tokens", "iterations", "eps"))
     b, eps = k.b, k.splat(k.real("eps"))
     with k.loop(0, k.integer("n_tokens")) as token:
-        at = k.at(k.pointer("scores"), b.mul(token, k.integer("stride")), 4)
+        at = k.at(k.pointer("scores"), b.mul(token, I64(LANES)), 4)
         scores = k.load(vector(F32, LANES), at)
         weights = exponential(k, b.fsub(scores, _largest(k, scores)))
         start = b.fadd(b.fdiv(weights, _sum(k, weights, _ALONG_ROW)), eps)

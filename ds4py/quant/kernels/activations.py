@@ -16,8 +16,10 @@ from typing import Final
 
 import torch
 
+from ds4py.errors import KernelError
 from ds4py.quant.kernels.blocks import GROUP
 from ds4py.quant.kernels.jit import F32, I16, I32, I64, LANES, Code, Kernel, Value, vector
+from ds4py.quant.kernels.memory import Buffer
 
 CHUNK: Final = 256
 """Activations that share a scale."""
@@ -44,24 +46,23 @@ class Quantized:
 
     def __init__(self, n_rows: int, width: int):
         self.n_rows, self.width, self.n_chunks = n_rows, width, -(-width // CHUNK)
-        self.codes = torch.empty((n_rows, width), dtype=torch.int16)
-        self.scales = torch.empty((n_rows, self.n_chunks))
-        self.sums = torch.empty((n_rows, width // LANES))
-        self.paired = torch.empty((n_rows, self.n_chunks * CHUNK), dtype=torch.int16)
-        self._locate()
+        self._hold(
+            Buffer.empty((n_rows, width), torch.int16),
+            Buffer.empty((n_rows, self.n_chunks)),
+            Buffer.empty((n_rows, width // LANES)),
+            Buffer.empty((n_rows, self.n_chunks * CHUNK), torch.int16),
+        )
 
-    def _locate(self) -> None:
-        arrays = (self.codes, self.scales, self.sums, self.paired)
-        self.addresses = tuple(array.data_ptr() for array in arrays)
+    def _hold(self, *arrays: Buffer) -> None:
+        self._arrays = arrays
+        self.codes, self.scales, self.sums, self.paired = (array.tensor for array in arrays)
+        self.addresses = tuple(array.address for array in arrays)
 
     def part(self, start: int, end: int) -> Quantized:
         """Return some rows; shares the memory."""
         some = copy(self)
         some.n_rows = end - start
-        some.codes, some.scales, some.sums, some.paired = (
-            whole[start:end] for whole in (self.codes, self.scales, self.sums, self.paired)
-        )
-        some._locate()
+        some._hold(*(whole.rows(start, end) for whole in self._arrays))
         return some
 
 
@@ -69,11 +70,26 @@ TARGETS: Final = ("codes", "scales", "sums", "paired")
 """Parameters of a kernel that writes `Quantized`."""
 
 
-def quantize(x: torch.Tensor, out: Quantized | None = None) -> Quantized:
-    """Round float32 `[T, K]`, contiguous, to integers, in new memory or given one."""
-    result = out or Quantized(*x.shape)
-    _quantize()(x.data_ptr(), *result.addresses, result.n_rows, result.width)
-    return result
+def quantize(x: torch.Tensor | Buffer, out: Quantized | None = None) -> Quantized:
+    """Round activations to integers.
+
+    Args:
+        x: float32 `[T, K]`, contiguous, on the CPU; `K` a multiple of 32.
+        out: Gets the result; None takes new memory.
+
+    Raises:
+        KernelError: `x` lies otherwise, or `out` has other sizes.
+    """
+    rows = x if isinstance(x, Buffer) else Buffer(x, torch.float32, "activations")
+    if out is None:
+        if len(rows.shape) != 2 or rows.shape[1] % GROUP:
+            raise KernelError(
+                "activations", got=f"shape {rows.shape}", expected=f"rows of a multiple of {GROUP}"
+            )
+        out = Quantized(*rows.shape)
+    rows.expect("activations", (out.n_rows, out.width))
+    _quantize()(rows.address, *out.addresses, out.n_rows, out.width)
+    return out
 
 
 def write_quantized(k: Code, row: Value, width: Value, values: Callable[[Value], Value]) -> None:

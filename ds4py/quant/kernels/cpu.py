@@ -21,6 +21,7 @@ from ds4py.gguf.kinds import type_id
 from ds4py.quant.formats import format_of
 from ds4py.quant.kernels.activations import quantize
 from ds4py.quant.kernels.blocks import GROUP, LAYOUTS
+from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.kernels.rows import PackedRows
 from ds4py.quant.tensor import QuantTensor
 
@@ -49,12 +50,18 @@ class BlockWeights:
         self.packed = PackedRows(known.raw, known.format.name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[T, N]` for contiguous `[T, K]`, both float32 or both bfloat16."""
+        """Return `[T, N]` for contiguous `[T, K]`, both float32 or both bfloat16.
+
+        Raises:
+            KernelError: The rows lie otherwise. Asked for however many there are, so that what
+                works for a long prompt works for a short one.
+        """
+        Buffer(x, x.dtype, "activations")
         if x.shape[0] > FEW_ROWS:
             return multiply_decoded(self.packed, x.bfloat16()).to(x.dtype)
-        y = torch.empty((x.shape[0], self.packed.n_rows))
+        y = Buffer.empty((x.shape[0], self.packed.n_rows))
         self.packed.multiply(quantize(x.float()), y)
-        return y.to(x.dtype)
+        return y.tensor.to(x.dtype)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows of the matrix: int64 `[R]` to float32 `[R, K]`."""
@@ -83,15 +90,15 @@ class ExpertBlocks:
         Returns:
             float32 `[M, N]`.
         """
-        y = x.new_empty((x.shape[0], self._n_rows))
+        y = Buffer.empty((x.shape[0], self._n_rows))
         codes = quantize(x) if any(end - start <= FEW_ROWS for _, start, end in groups) else None
         for expert, start, end in groups:
             part = self._part(expert)
             if codes is not None and end - start <= FEW_ROWS:
-                part.multiply(codes.part(start, end), y[start:end])
+                part.multiply(codes.part(start, end), y.rows(start, end))
             else:
-                y[start:end] = multiply_decoded(part, x[start:end].bfloat16())
-        return y
+                y.tensor[start:end] = multiply_decoded(part, x[start:end].bfloat16())
+        return y.tensor
 
     def _part(self, expert: int) -> PackedRows:
         if expert not in self._parts:

@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from ds4py.errors import KernelError
 from ds4py.quant.kernels.activations import CHUNK, TARGETS, Quantized
 from ds4py.quant.kernels.blocks import GROUP, LAYOUTS, Factor, Layout, Parts
 from ds4py.quant.kernels.jit import (
@@ -33,6 +34,7 @@ from ds4py.quant.kernels.jit import (
     Value,
     vector,
 )
+from ds4py.quant.kernels.memory import Buffer
 
 ROWS_AT_ONCE: Final = (8, 4, 2, 1)
 """Rows of activations that share one pass over the weights."""
@@ -49,53 +51,59 @@ class PackedRows:
         raw: uint8 `[N, bytes per row]`, contiguous, on the CPU. Taken over: its binary16 factors
             become integers, in place or, of wide layouts, in a copy.
         form: Name of the format, one of `LAYOUTS`.
+
+    Raises:
+        KernelError: `raw` lies otherwise, or its rows are no whole blocks.
     """
 
     def __init__(self, raw: torch.Tensor, form: str):
         layout = LAYOUTS[form]
-        self._form, self._n_blocks = form, raw.shape[1] // layout.n_bytes
-        self.n_rows, self.width = raw.shape[0], self._n_blocks * layout.n_values
-        self._units = torch.empty(self.n_rows)
-        self._raw = raw
+        source = Buffer(raw, torch.uint8, f"blocks of {form}")
+        n_rows, row_bytes = source.shape
+        self._form, self._n_blocks = form, row_bytes // layout.n_bytes
+        whole = (n_rows, self._n_blocks * layout.n_bytes)
+        source.expect(f"blocks of {form}", whole, torch.uint8)
+        self.width = self._n_blocks * layout.n_values
+        kept = source
         if layout.wide is not None:
-            self._raw = raw.new_empty((self.n_rows, self._n_blocks * layout.kept_bytes))
-        self._place = (
-            self._raw.data_ptr(),
-            self.n_rows,
-            self._n_blocks,
-            self._units.data_ptr(),
-        )
-        _fix(form).parallel(*self._place, raw.data_ptr())
+            kept = Buffer.empty((n_rows, self._n_blocks * layout.kept_bytes), torch.uint8)
+        self._hold(kept, Buffer.empty((n_rows,)))
+        _fix(form).parallel(*self._place, source.address)
         _product(form, 1, alone=True)  # compiled now, not while somebody waits for a token
         _decode(form, torch.bfloat16)
 
     def part(self, start: int, end: int) -> PackedRows:
         """Return some rows of the matrix; shares the memory."""
         some = copy(self)
-        some._raw, some._units = self._raw[start:end], self._units[start:end]
-        some.n_rows = end - start
-        some._place = (
-            some._raw.data_ptr(),
-            some.n_rows,
-            self._n_blocks,
-            some._units.data_ptr(),
-        )
+        some._hold(self._raw.rows(start, end), self._units.rows(start, end))
         return some
 
-    def multiply(
-        self, x: Quantized, y: torch.Tensor, *, column: int = 0, add: bool = False
-    ) -> None:
+    def _hold(self, raw: Buffer, units: Buffer) -> None:
+        self._raw, self._units, self.n_rows = raw, units, raw.shape[0]
+        self._place = (raw.address, self.n_rows, self._n_blocks, units.address)
+
+    def multiply(self, x: Quantized, y: Buffer, *, column: int = 0, add: bool = False) -> None:
         """Multiply rows of activations.
 
         Args:
             x: Activations `[T, K]`.
-            y: float32 `[T, M]`, contiguous; some `N` columns get the result.
+            y: float32 `[T, M]`; some `N` columns get the result.
             column: The first of them.
             add: Add it to what `y` holds.
+
+        Raises:
+            KernelError: The sizes do not fit; `y` is as before.
         """
-        assert x.width == self.width, "kernels read what addresses and sizes say"
+        stride = y.shape[1]
+        y.expect("result of a product", (x.n_rows, stride))
+        if x.width != self.width or not 0 <= column <= stride - self.n_rows:
+            raise KernelError(
+                f"product with {self._form}",
+                got=f"activations [{x.n_rows}, {x.width}] into {y.shape} from column {column} on",
+                expected=f"[T, {self.width}] into [T, at least {column + self.n_rows}]",
+            )
         codes, scales, sums, paired = x.addresses
-        out, stride, done = y.data_ptr() + 4 * column, y.shape[1], 0
+        out, done = y.address + 4 * column, 0
         for count in ROWS_AT_ONCE:
             while x.n_rows - done >= count:
                 _product(self._form, count, alone=x.n_rows == 1).parallel(
@@ -112,19 +120,31 @@ class PackedRows:
 
     def decode(self, start: int, end: int) -> torch.Tensor:
         """Return rows `start` to `end` as bfloat16 `[end - start, K]`."""
-        return self._decoded(self._raw[start:end], self._units[start:end], torch.bfloat16)
+        return _decoded(
+            self._form,
+            self._raw.rows(start, end),
+            self._units.rows(start, end),
+            Buffer.empty((end - start, self.width), torch.bfloat16),
+        )
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows: int64 `[R]` to float32 `[R, K]`."""
-        raw, units = self._raw.index_select(0, index), self._units.index_select(0, index)
-        return self._decoded(raw, units, torch.float32)
-
-    def _decoded(self, raw: torch.Tensor, units: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        values = torch.empty((raw.shape[0], self.width), dtype=dtype)
-        _decode(self._form, dtype).parallel(
-            raw.data_ptr(), raw.shape[0], self._n_blocks, units.data_ptr(), values.data_ptr()
+        return _decoded(
+            self._form,
+            Buffer(self._raw.tensor.index_select(0, index), torch.uint8, "blocks"),
+            Buffer(self._units.tensor.index_select(0, index), torch.float32, "steps"),
+            Buffer.empty((index.shape[0], self.width)),
         )
-        return values
+
+
+def _decoded(form: str, raw: Buffer, units: Buffer, values: Buffer) -> torch.Tensor:
+    """Decode fixed rows into `values`, whose type decides how they are rounded."""
+    n_rows, width = values.shape
+    n_blocks = width // LAYOUTS[form].n_values
+    _decode(form, values.dtype).parallel(
+        raw.address, n_rows, n_blocks, units.address, values.address
+    )
+    return values.tensor
 
 
 @cache

@@ -111,7 +111,7 @@ def error_of(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("mix", MIXES, ids="-".join)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @settings(max_examples=8, deadline=None)
 @given(routing=choices)
 def test_routed_experts_give_what_each_token_gets_alone(mix, dtype, limit, routing):

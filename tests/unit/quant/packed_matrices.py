@@ -18,6 +18,7 @@ from ds4py.quant.kernels import activations as integers
 from ds4py.quant.kernels import jit, rows
 from ds4py.quant.kernels.activations import quantize
 from ds4py.quant.kernels.blocks import LAYOUTS
+from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.kernels.rows import PackedRows
 from ds4py.quant.tensor import QuantTensor
 from tests.quant_blocks import HALF_OFFSETS, any_blocks, finite_blocks
@@ -56,6 +57,11 @@ def wild_matrix(form: str, shape: tuple[int, int], seed: int = 0) -> QuantTensor
     return QuantTensor(form, kind, shape, torch.from_numpy(blocks).view(shape[0], -1))
 
 
+def buffer(tensor: torch.Tensor) -> Buffer:
+    """Return contiguous memory of the process as kernels take it."""
+    return Buffer(tensor, tensor.dtype, "memory of a test")
+
+
 def pack(tensor: QuantTensor) -> PackedRows:
     """Return the form that multiplies; the tensor stays as it is."""
     return PackedRows(tensor.raw.clone(), tensor.format.name)
@@ -76,7 +82,7 @@ def activations(n_rows: int, width: int, seed: int = 1) -> torch.Tensor:
 def multiply(packed: PackedRows, x: torch.Tensor) -> torch.Tensor:
     """Return float32 `[T, N]`."""
     y = torch.full((x.shape[0], packed.n_rows), torch.nan)
-    packed.multiply(quantize(x), y)
+    packed.multiply(quantize(x), buffer(y))
     return y
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ds4py.quant.kernels.activations import quantize
 from ds4py.quant.kernels.blocks import LAYOUTS
+from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.kernels.rows import PackedRows
 from ds4py.quant.tensor import QuantTensor
 from tests.unit.quant.packed_matrices import (
@@ -16,6 +17,7 @@ from tests.unit.quant.packed_matrices import (
     WITH_SCALES,
     activation_error,
     activations,
+    buffer,
     exact,
     matrix,
     multiply,
@@ -123,9 +125,9 @@ def test_results_go_to_their_columns_or_are_added_there(form, n_rows):
     product = multiply(packed, x)
     before = torch.randn(n_rows, 30)
     y = before.clone()
-    packed.multiply(quantize(x), y, column=4)
+    packed.multiply(quantize(x), buffer(y), column=4)
     assert torch.equal(y[:, 4:25], product)
-    packed.multiply(quantize(x), y, column=4, add=True)
+    packed.multiply(quantize(x), buffer(y), column=4, add=True)
     assert torch.equal(y[:, 4:25], product + product)
     for untouched in (slice(0, 4), slice(25, 30)):
         assert torch.equal(y[:, untouched], before[:, untouched])
@@ -164,7 +166,7 @@ def test_only_the_bytes_and_a_number_for_each_row_are_kept():
     for form in FORMS:
         raw = matrix(form, (40, WIDTH)).raw
         packed = PackedRows(raw, form)
-        held = [value for value in vars(packed).values() if isinstance(value, torch.Tensor)]
+        held = [value.tensor for value in vars(packed).values() if isinstance(value, Buffer)]
         layout = LAYOUTS[form]
         kept = raw.nbytes // layout.n_bytes * layout.kept_bytes
         assert sum(tensor.nbytes for tensor in held) == kept + 4 * 40
@@ -256,9 +258,9 @@ def test_parts_of_matrices_and_of_activations_share_memory_and_give_the_same(for
     raw = matrix(form, (40, WIDTH)).raw
     packed, x = PackedRows(raw, form), quantize(activations(5, WIDTH))
     whole, part = torch.empty(5, 40), torch.empty(3, 17)
-    packed.multiply(x, whole)
+    packed.multiply(x, buffer(whole))
     some = packed.part(11, 28)
-    some.multiply(x.part(1, 4), part)
+    some.multiply(x.part(1, 4), buffer(part))
     assert torch.equal(part, whole[1:4, 11:28])
     assert torch.equal(some.decode(0, 17), packed.decode(11, 28))
-    assert some._raw.data_ptr() == packed._raw[11].data_ptr()
+    assert some._raw.address == packed._raw.rows(11, 12).address

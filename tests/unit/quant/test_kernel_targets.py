@@ -16,6 +16,7 @@ from tests.unit.quant.packed_matrices import (
     FORMS,
     WITH_SCALES,
     activations,
+    buffer,
     for_processor,
     matrix,
     multiply,
@@ -183,12 +184,13 @@ def test_a_plain_processor_gives_the_same_bits(form, monkeypatch):
 def test_the_steps_between_products_give_the_same_bits_on_a_plain_processor(monkeypatch):
     def results() -> list[torch.Tensor]:
         outs = [integers.Quantized(2, 160) for _ in range(2)]
-        fused.FusedNorm(activations(1, 160, 2)[0], 1e-5)(activations(2, 160), outs[0])
-        fused.gate(activations(2, 320, 3) / 100, outs[1])
-        heads, out = fused.Heads(2, 3, 32, 16), torch.empty(192)
+        fused.FusedNorm(activations(1, 160, 2)[0], 1e-5)(buffer(activations(2, 160)), outs[0])
+        fused.gate(buffer(activations(2, 320, 3) / 100), outs[1])
+        heads, out = fused.Heads(2, 3, 32, 16), torch.empty(1, 192)
         kv = activations(4, 40 * 32, 4).view(4, 40, 32).bfloat16()
         rotation = torch.polar(torch.ones(8), torch.arange(8.0))
-        fused.attend(heads, activations(1, 320, 5)[0], rotation, kv, 33, out)
+        place = fused.CachePlace(buffer(kv), None, 33, buffer(rotation))
+        fused.attend(heads, buffer(activations(1, 320, 5)), 0, place, buffer(out))
         quantized = [part for one in outs for part in (one.codes, one.scales, one.sums)]
         return [*quantized, kv.view(torch.int16), out]
 

@@ -20,6 +20,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from ds4py.models.base import CacheTensor
 from ds4py.models.ops.cuda.kinds import kind_of
+from ds4py.models.ops.cuda.step import check_step
 
 KEYS_PER_BLOCK: Final = 64
 """Keys of one product; half as many in float32, so that they fit the memory of small GPUs."""
@@ -44,9 +45,14 @@ def attend_sessions(
 
     Returns:
         `[B, H * D]` in the cache's type.
+
+    Raises:
+        KernelError: A tensor is of another type or size, elsewhere, or lies otherwise.
     """
     B, n_groups, per_group, D = q.shape
-    _, capacity, _ = cache.shape
+    planes, capacity, width = cache.shape
+    row = (planes // 2, per_group, width)
+    check_step(q, addresses, positions, row, rows_apart=True)
     n_splits = splits(n_groups, capacity)
     parts = q.new_empty((B, n_groups * per_group, n_splits, D))
     weights = q.new_empty((B, n_groups * per_group, n_splits, 2))

@@ -12,6 +12,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from ds4py.models.base import CacheTensor
 from ds4py.models.ops.cuda.kinds import kind_of
+from ds4py.models.ops.cuda.step import check_step
+from ds4py.quant.kernels.memory import Buffer
 
 
 def rotate_and_store(
@@ -31,9 +33,14 @@ def rotate_and_store(
         addresses: Where each session's cache begins, int64 `[B]`, on the device.
         positions: Positions of the tokens, int64 `[B]`, on the device.
         cache: Form of a session's cache, `[2 G, C, D]`, contiguous.
+
+    Raises:
+        KernelError: A tensor is of another type or size, elsewhere, or lies otherwise.
     """
     n_kv, capacity, D = cache.shape
     n_heads = qkv.shape[1] // D
+    check_step(qkv, addresses, positions, (n_heads * D,))
+    Buffer(rotations, torch.complex64, "rotations", qkv.device)
     _rotate_and_store[(qkv.shape[0], n_heads)](
         qkv,
         torch.view_as_real(rotations),

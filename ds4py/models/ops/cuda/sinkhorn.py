@@ -15,6 +15,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from ds4py.quant.kernels.memory import check_launch
+
 _TOKENS: Final = 32
 
 
@@ -29,7 +31,18 @@ def balanced(scores: torch.Tensor, size: int, iterations: int, eps: float) -> to
 
     Returns:
         float32 `[T, size, size]`.
+
+    Raises:
+        KernelError: The scores lie otherwise.
     """
+    check_launch(
+        scores,
+        "scores",
+        dtypes=(torch.float32,),
+        shape=(None, size * size),
+        device=scores.device,
+        rows_apart=True,
+    )
     n_tokens = scores.shape[0]
     matrices = scores.new_empty((n_tokens, size, size))
     _balance[(triton.cdiv(n_tokens, _TOKENS),)](

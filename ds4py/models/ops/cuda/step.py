@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ds4py.models.base import Segment
+from ds4py.quant.kernels.memory import cache_address, check_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,47 @@ def step_numbers(tokens: Sequence[int], segments: Sequence[Segment]) -> list[lis
     """Return the content of `DecodeStep.numbers` for segments of one token each.
 
     The caches must stay where they are until the step has run.
+
+    Raises:
+        KernelError: A cache is not contiguous or not aligned.
     """
     assert all(segment.n_tokens == 1 for segment in segments), "one token a session"
-    addresses = [[part.data_ptr() for part in segment.cache] for segment in segments]
+    addresses = [[cache_address(part) for part in segment.cache] for segment in segments]
     positions = [segment.pos0 for segment in segments]
     return [list(tokens), positions, *map(list, zip(*addresses, strict=True))]
+
+
+def check_step(
+    values: torch.Tensor,
+    addresses: torch.Tensor,
+    positions: torch.Tensor,
+    row: tuple[int, ...],
+    *,
+    rows_apart: bool = False,
+) -> None:
+    """Check what a kernel over all sessions of a step gets.
+
+    Args:
+        values: float32, one row for each of `B` sessions.
+        addresses: int64 `[B]`.
+        positions: int64 `[B]`.
+        row: Shape of a row of `values`.
+        rows_apart: The kernel is told how far the rows of `values` are apart.
+
+    Raises:
+        KernelError: Something is of another type or size, elsewhere, or lies otherwise.
+    """
+    device, n_sessions = values.device, values.shape[0]
+    check_launch(
+        values,
+        "values of a step",
+        dtypes=(torch.float32,),
+        shape=(n_sessions, *row),
+        device=device,
+        rows_apart=rows_apart,
+    )
+    for name, numbers in (("addresses", addresses), ("positions", positions)):
+        check_launch(numbers, name, dtypes=(torch.int64,), shape=(n_sessions,), device=device)
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
@@ -22,6 +23,7 @@ from gguf import quants
 
 from ds4py.quant.bits import table
 from ds4py.quant.kernels.cuda.layouts import LAYOUTS, Layout
+from ds4py.quant.kernels.memory import check_launch
 from ds4py.quant.tensor import QuantTensor
 
 _FULL_WARPS: Final = 8192
@@ -39,6 +41,8 @@ _GEMM_BYTES: Final = 64
 """Packed bytes of a row that the product of many tokens decodes at once."""
 
 _DECODE_WARPS: Final = 4
+
+_INTEGERS: Final = (torch.int32, torch.int64)
 
 
 def has_kernel(tensor: QuantTensor) -> bool:
@@ -63,9 +67,18 @@ def multiply_few(
 
     Returns:
         `[T, N]` on the same device.
+
+    Raises:
+        KernelError: Rows, matrix or experts are of another type or size, elsewhere, or lie
+            otherwise.
     """
     layout = LAYOUTS[tensor.format.name]
+    _check_product(x, tensor)
     n_tokens, n_rows = x.shape[0], tensor.shape[-2]
+    if experts is not None:
+        check_launch(
+            experts, "experts of rows", dtypes=_INTEGERS, shape=(n_tokens,), device=x.device
+        )
     tokens = 1 if experts is not None or n_tokens == 1 else 2 if n_tokens == 2 else 4
     n_programs = n_rows * -(-n_tokens // tokens)
     n_parts = _parts(tensor, layout)
@@ -73,7 +86,7 @@ def multiply_few(
     y = torch.empty((n_tokens, n_rows), dtype=dtype, device=x.device)
     with _device_of(x):
         _kernels().gemv[(n_programs,)](
-            x.contiguous(),
+            x,
             tensor.raw,
             tensor.raw if experts is None else experts,
             _table(tensor),
@@ -102,14 +115,18 @@ def multiply_many(x: torch.Tensor, tensor: QuantTensor, dtype: torch.dtype) -> t
 
     Returns:
         `[T, N]` on the same device.
+
+    Raises:
+        KernelError: Rows or matrix are of another type or size, elsewhere, or lie otherwise.
     """
     layout = LAYOUTS[tensor.format.name]
+    _check_product(x, tensor)
     n_tokens, n_rows = x.shape[0], tensor.shape[0]
     tokens = 16 if n_tokens <= 16 else 32 if n_tokens <= 32 else 64
     y = torch.empty((n_tokens, n_rows), dtype=dtype, device=x.device)
     with _device_of(x):
         _kernels().gemm[(-(-n_tokens // tokens), -(-n_rows // _GEMM_ROWS))](
-            x.contiguous(),
+            x,
             tensor.raw,
             _table(tensor),
             y,
@@ -140,8 +157,14 @@ def decode(
 
     Returns:
         `[R, K]`, equal to the format's decoder value by value.
+
+    Raises:
+        KernelError: The matrix or the index lies otherwise.
     """
     layout = LAYOUTS[tensor.format.name]
+    _check_blocks(tensor)
+    if index is not None:
+        check_launch(index, "index of rows", dtypes=_INTEGERS, shape=(None,), device=tensor.device)
     n_parts = _parts(tensor, layout)
     tile = _tile(layout, _DECODE_WARPS)
     n_rows = tensor.raw.shape[0] if index is None else index.shape[0]
@@ -161,6 +184,29 @@ def decode(
             **_OPTIONS,
         )
     return y
+
+
+def _check_product(x: torch.Tensor, tensor: QuantTensor) -> None:
+    check_launch(
+        x,
+        f"rows for {tensor.name}",
+        dtypes=(torch.float32, torch.bfloat16),
+        shape=(None, tensor.shape[-1]),
+        device=tensor.device,
+    )
+    _check_blocks(tensor)
+
+
+def _check_blocks(tensor: QuantTensor) -> None:
+    kind = tensor.format
+    row_bytes = tensor.shape[-1] // kind.block_values * kind.block_bytes
+    check_launch(
+        tensor.raw,
+        f"blocks of {tensor.name}",
+        dtypes=(torch.uint8,),
+        shape=(math.prod(tensor.shape[:-1]), row_bytes),
+        device=tensor.device,
+    )
 
 
 def _warps(n_programs: int, n_parts: int, layout: Layout) -> int:

@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
+from ds4py.errors import KernelError
 from ds4py.models.ops import fused
 from ds4py.models.ops.attention import attend_one
-from ds4py.models.ops.fused import FusedNorm, Heads
+from ds4py.models.ops.fused import CachePlace, FusedNorm, Heads
 from ds4py.models.ops.norm import RmsNorm
 from ds4py.models.ops.rope import Rope, RopeParams
 from ds4py.quant.kernels.activations import Quantized
 from ds4py.quant.kernels.jit import F32, LANES, Code, vector
-from tests.unit.quant.packed_matrices import activation_error
+from ds4py.quant.kernels.memory import Buffer
+from tests.unit.quant.packed_matrices import activation_error, buffer
 
 N_CTX = 720
 HEADS = (
@@ -64,7 +66,7 @@ def assert_rounds(got: Quantized, expected: torch.Tensor) -> None:
 def test_the_norm_is_the_formula(n_rows, n_groups, size, eps, seed):
     x = size * normal(n_rows, 32 * n_groups, seed=seed)
     weight, out = normal(x.shape[1], seed=seed + 1), Quantized(*x.shape)
-    FusedNorm(weight, eps)(x, out)
+    FusedNorm(weight, eps)(buffer(x), out)
     exact = x.double()
     mean = exact.square().mean(1, keepdim=True)
     assert_rounds(out, exact / (mean + eps).sqrt() * weight)
@@ -73,7 +75,7 @@ def test_the_norm_is_the_formula(n_rows, n_groups, size, eps, seed):
 
 def test_the_norm_of_zeros_is_zero():
     out = Quantized(2, 64)
-    FusedNorm(torch.ones(64), 1e-5)(torch.zeros(2, 64), out)
+    FusedNorm(torch.ones(64), 1e-5)(buffer(torch.zeros(2, 64)), out)
     assert not values_of(out).any()
 
 
@@ -88,7 +90,7 @@ def test_the_gate_is_the_formula(n_rows, n_groups, size, seed):
     width = 32 * n_groups
     gate_up = size * normal(n_rows, 2 * width, seed=seed)
     out = Quantized(n_rows, width)
-    fused.gate(gate_up, out)
+    fused.gate(buffer(gate_up), out)
     gate, up = gate_up.double().chunk(2, 1)
     assert_rounds(out, silu(gate) * up)
 
@@ -98,11 +100,11 @@ def test_the_gate_is_the_formula(n_rows, n_groups, size, seed):
 def test_what_is_no_number_stays_none(bad, place):
     x, out = normal(2, 64), Quantized(2, 64)
     x[1, place] = bad
-    FusedNorm(torch.ones(64), 1e-5)(x, out)
+    FusedNorm(torch.ones(64), 1e-5)(buffer(x), out)
     assert values_of(out)[1].isnan().any()
     assert_rounds_first(out, RmsNorm(torch.ones(64), 1e-5, torch.float32)(x))
     gated = Quantized(2, 32)
-    fused.gate(x, gated)
+    fused.gate(buffer(x), gated)
     assert not values_of(gated)[1].isfinite().all()
     assert_rounds_first(gated, silu(x[:, :32]) * x[:, 32:])
 
@@ -163,10 +165,10 @@ def token(heads: Heads, seed: int = 0) -> torch.Tensor:
 
 
 def attended(heads: Heads, qkv: torch.Tensor, kv: torch.Tensor, position: int) -> torch.Tensor:
-    out = torch.full((heads.n_groups * heads.per_group * heads.width,), math.nan)
-    rotation = rope_of(heads).at(position, 1)
-    fused.attend(heads, qkv.clone(), rotation, kv, position, out)
-    return out
+    out = torch.full((1, heads.n_queries), math.nan)
+    place = CachePlace(buffer(kv), None, position, buffer(rope_of(heads).at(position, 1)))
+    fused.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
+    return out[0]
 
 
 def reference(heads: Heads, qkv: torch.Tensor, kv: torch.Tensor, position: int) -> torch.Tensor:
@@ -246,15 +248,10 @@ def test_a_number_that_is_none_reaches_only_the_heads_that_see_it(place):
 
 def test_a_position_behind_the_cache_is_refused_before_memory_is_written():
     heads = HEADS[0]
-    with pytest.raises(AssertionError):
-        fused.attend(
-            heads,
-            token(heads),
-            torch.ones(8, dtype=torch.complex64),
-            cache_of(heads, 0),
-            N_CTX,
-            torch.empty(16),
-        )
+    rotation = buffer(torch.ones(8, dtype=torch.complex64))
+    place = CachePlace(buffer(cache_of(heads, 0)), None, N_CTX, rotation)
+    with pytest.raises(KernelError, match="position in a cache: got 720, expected 0 to 719"):
+        fused.attend(heads, buffer(token(heads).unsqueeze(0)), 0, place, Buffer.empty((1, 16)))
 
 
 @pytest.mark.parametrize(

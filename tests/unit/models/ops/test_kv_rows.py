@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from ds4py.models.ops import fused
 from ds4py.models.ops.attention import attend_many, attend_one
 from ds4py.models.ops.fused import Heads
+from ds4py.models.ops.fused_layer import place_in
 from ds4py.models.ops.fused_rows import PARAMS, cache_rows, from_halves, to_halves
 from ds4py.models.ops.kv_rows import KvForm, KvRows, block_size
 from ds4py.quant.kernels.jit import F32, I16, LANES, Code, vector
-from tests.unit.quant.packed_matrices import for_processor
+from tests.unit.quant.packed_matrices import buffer, for_processor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -251,10 +252,11 @@ def token(heads: Heads, seed: int) -> torch.Tensor:
 
 def fused_attention(heads: Heads, qkv: torch.Tensor, rows: KvRows, position: int) -> torch.Tensor:
     """By the kernel, with rotations by no angle."""
-    out = torch.full((heads.n_groups * heads.per_group * heads.width,), math.nan)
+    out = torch.full((1, heads.n_queries), math.nan)
     rotation = torch.ones(heads.n_rotated // 2, dtype=torch.complex64)
-    fused.attend(heads, qkv.clone(), rotation, rows.values, position, out, rows.scales)
-    return out
+    place = place_in(rows, position, buffer(rotation))
+    fused.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
+    return out[0]
 
 
 def plain_attention(heads: Heads, qkv: torch.Tensor, rows: KvRows, position: int) -> torch.Tensor:

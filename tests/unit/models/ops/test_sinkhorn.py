@@ -18,11 +18,16 @@ def reference(scores: torch.Tensor, iterations: int, eps: float) -> torch.Tensor
 @pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])
 def test_the_kernel_equals_the_operations(iterations, n_tokens, spread):
     generator = torch.Generator().manual_seed(n_tokens)
-    mixes = spread * torch.randn((n_tokens, 24), generator=generator)
-    scores = mixes[:, 8:]  # a part of wider rows, as in use
+    scores = spread * torch.randn((n_tokens, 16), generator=generator)
     got = sinkhorn.balanced(scores, iterations, 1e-6)
     assert got.shape == (n_tokens, 4, 4)
     torch.testing.assert_close(got, reference(scores, iterations, 1e-6), rtol=2e-5, atol=1e-7)
+
+
+def test_scores_beside_other_weights_are_balanced_alike():
+    mixes = torch.randn((7, 24), generator=torch.Generator().manual_seed(0))
+    whole = Sinkhorn(4, 20, 1e-6, torch.device("cpu"))(mixes[:, 8:])
+    assert torch.equal(whole, sinkhorn.balanced(mixes[:, 8:].contiguous(), 20, 1e-6))
 
 
 def test_a_balanced_matrix_is_nearly_doubly_stochastic():
