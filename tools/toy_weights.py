@@ -46,6 +46,7 @@ _CODES: Final = {
     "IQ2_XXS": _Codes(scale=0, rms=53.5),
     "Q2_K": _Codes(scale=80, rms=13.9, floor=82, ratio=1.5),
     "Q4_K": _Codes(scale=0, rms=258.0, floor=2, ratio=7.5),
+    "Q6_K": _Codes(scale=208, rms=1365.0),
 }
 
 
@@ -80,7 +81,7 @@ class Weights:
 
         Args:
             name: What follows the prefix.
-            kind: Tensor type: one that the `gguf` package can write, or IQ2_XXS, Q2_K, Q4_K.
+            kind: Tensor type: one that the `gguf` package can write, or IQ2_XXS, Q2_K, Q4_K, Q6_K.
             shape: Row-major.
             std: Standard deviation.
             mean: Mean; random codes know only 0.
