@@ -33,6 +33,7 @@ from ds4py.config import (
 )
 from ds4py.contracts import CacheForm
 from ds4py.engine.open import open_runner, read_model
+from ds4py.engine.selftest import ComparedKernel, compare_all, processor
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
 from ds4py.server.app import create_app, save_sessions
@@ -53,6 +54,11 @@ _CLOSE_SECONDS: Final = 10.0
 
 _SWITCH_SECONDS: Final = 0.0005
 """How long a thread that computes in Python keeps others waiting; Python's default is tenfold."""
+
+
+def run_selftest() -> tuple[str, Iterator[ComparedKernel]]:
+    """Return the processor's name, and what comparing every kernel of the CPU with torch gives."""
+    return processor(), compare_all()
 
 
 @dataclass(frozen=True, slots=True)

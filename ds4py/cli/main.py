@@ -13,6 +13,7 @@ import click
 from ds4py import __version__
 from ds4py.cli import exits
 from ds4py.cli.inspect import inspect
+from ds4py.cli.selftest import selftest
 
 
 @click.group(
@@ -28,6 +29,7 @@ def ds4py() -> None:
 
 
 ds4py.add_command(inspect)
+ds4py.add_command(selftest)
 
 
 def main() -> NoReturn:

@@ -46,6 +46,15 @@ def parse_size(text: str) -> int:
     return size
 
 
+def cache_folder(env: Mapping[str, str] | None = None) -> Path:
+    """Return the user's folder for what can be found out again (XDG_CACHE_HOME, or ~/.cache)."""
+    source = os.environ if env is None else env
+    base = source.get("XDG_CACHE_HOME") or ""
+    # a relative path is invalid by the XDG specification, and would depend on where one stands
+    root = Path(base) if Path(base).is_absolute() else Path(source.get("HOME") or "~").expanduser()
+    return (root if Path(base).is_absolute() else root / ".cache") / "ds4py"
+
+
 def parse_cores(text: str) -> tuple[int, ...]:
     """Read `--dist-pin-cores`: numbers and ranges, such as 2,3 or 4-7.
 

@@ -20,6 +20,7 @@ from ds4py.engine.device import choose_device, set_threads
 from ds4py.engine.kv_pool import KvPool
 from ds4py.engine.loader import LoadProgress, load_slice, read_shape
 from ds4py.engine.runner import LocalRunner
+from ds4py.engine.selftest import remember_verdicts
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.fingerprint import fingerprint
@@ -61,6 +62,7 @@ def open_runner(
     """
     device = choose_device(config.device)
     set_threads(config.threads)
+    remember_verdicts()
     with GgufFile.open(config.model) as file:
         shape = read_shape(file)
         _check_kv_type(config, shape)

@@ -28,6 +28,7 @@ from torch.nn.functional import linear
 
 from ds4py.quant.kernels import cpu, cuda
 from ds4py.quant.kernels.blocks import LAYOUTS
+from ds4py.quant.kernels.compare import trusts_products
 from ds4py.quant.tensor import QuantTensor
 
 _CPU_PIECE_VALUES: Final = 1 << 20
@@ -81,7 +82,8 @@ class ExpertProduct:
         self._dtype = dtype
         self._has_kernel = cuda.has_kernel(tensor)
         on_cpu = tensor.device.type == "cpu" and dtype is torch.bfloat16
-        packs = on_cpu and tensor.format.name in LAYOUTS
+        form = tensor.format.name
+        packs = on_cpu and form in LAYOUTS and trusts_products(form)
         self._blocks = cpu.ExpertBlocks(tensor) if packs else None
 
     def __call__(self, x: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:

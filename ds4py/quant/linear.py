@@ -27,6 +27,7 @@ from torch.nn.functional import linear
 from ds4py.errors import ModelError
 from ds4py.quant.kernels import cpu, cuda
 from ds4py.quant.kernels.activations import Quantized
+from ds4py.quant.kernels.compare import trusts_products
 from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.plain import NATIVE
 from ds4py.quant.tensor import QuantTensor
@@ -209,7 +210,9 @@ def _product(tensor: QuantTensor, dtype: torch.dtype, budget: KeepBudget) -> Pro
     if dtype is torch.bfloat16 and tensor.device.type == "cpu":
         if tensor.format.name in NATIVE:
             return DenseWeights(tensor, dtype)
-        return cpu.BlockWeights(tensor)
+        form = cpu.kept_format(tensor)
+        if trusts_products(form):
+            return cpu.BlockWeights(tensor)
     return DecodedWeights(tensor, dtype, budget)
 
 

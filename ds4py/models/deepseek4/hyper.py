@@ -16,6 +16,7 @@ import torch
 from ds4py.models.deepseek4.products import Weights
 from ds4py.models.deepseek4.shape import Shape
 from ds4py.models.ops import sinkhorn
+from ds4py.models.ops.compare import trusts_sinkhorn
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,8 @@ class Sinkhorn:
         self._same_column = (column == column.unsqueeze(1)).float()
         self._eps = torch.full((size * size,), eps, device=device)
         self._eps_value = eps
-        self._for_cpu = device.type == "cpu" and size == sinkhorn.SIZE
+        on_cpu = device.type == "cpu" and size == sinkhorn.SIZE
+        self._for_cpu = on_cpu and trusts_sinkhorn()
         self._for_cuda = device.type == "cuda" and find_spec("triton") is not None
         self._size = size
         self._iterations = iterations

@@ -13,25 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from ds4py.models.ops import fused
-from ds4py.models.ops.kv_rows import KvRows
+from ds4py.models.ops.compare import trusts_steps
 from ds4py.quant.kernels.activations import Quantized, quantize
 from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.linear import PackedLinear
-
-
-def place_in(rows: KvRows, position: int, rotation: Buffer) -> fused.CachePlace:
-    """Return where a session's token is in one layer.
-
-    Raises:
-        KernelError: The cache is not contiguous memory of the process.
-    """
-    scales = rows.scales
-    return fused.CachePlace(
-        Buffer(rows.values, rows.values.dtype, "cache"),
-        None if scales is None else Buffer(scales, torch.float32, "scales of a cache"),
-        position,
-        rotation,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +82,18 @@ class FusedLayer:
         self._attn_norm, self._ffn_norm = norms
         self._products = products
 
-    def prepare(self, cache_type: torch.dtype) -> None:
-        """Compile what a step runs, so that no token waits for that."""
+    def prepare(self, cache_type: torch.dtype) -> bool:
+        """Compile what a step runs, so that no token waits for that; False if it must not run.
+
+        Args:
+            cache_type: Of the caches that it will get.
+
+        Returns:
+            Whether this processor computes the steps as torch does.
+        """
         fused.compile_steps(self._heads, cache_type)
         quantize(torch.zeros((1, self._heads.width * 2)))
+        return trusts_steps(self._heads, cache_type)
 
     def scratch(self, n_rows: int, width: int) -> Scratch:
         """Return memory for a batch."""

@@ -115,6 +115,11 @@ def multiply_decoded(packed: PackedRows, x: torch.Tensor) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
+def kept_format(tensor: QuantTensor) -> str:
+    """Return the format in which `BlockWeights` keeps a matrix."""
+    return tensor.format.name if tensor.format.name in LAYOUTS else "Q8_0"
+
+
 def as_q8_0(tensor: QuantTensor) -> QuantTensor:
     """Round a matrix to the nearest of 255 levels in each group of 32 values."""
     rows, groups = tensor.shape[0], tensor.shape[1] // GROUP

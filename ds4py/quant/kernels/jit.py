@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import llvmlite
 import llvmlite.binding as llvm
 import numpy as np
 import torch
@@ -389,6 +391,17 @@ def _compile(text: str) -> Any:
 def _processor() -> tuple[str, Any]:
     """Return for which processor kernels are written: its name in LLVM, its features."""
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+
+
+def processor_name() -> str:
+    """Return the processor that kernels are compiled for, in LLVM's words."""
+    return _processor()[0]
+
+
+def compiler() -> str:
+    """Return what compiles kernels, and for which instructions."""
+    features = zlib.crc32(str(_processor()[1].flatten()).encode())
+    return f"llvmlite {llvmlite.__version__} features {features:08x}"
 
 
 def _has(feature: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds4py import __version__
 from ds4py.cluster import enlistment as enlistment_module
 from ds4py.cluster import handshake as handshake_module
 from ds4py.cluster import worker as worker_module
@@ -96,7 +97,7 @@ def test_who_a_peer_is_stands_in_both_logs_once(caplog, quick) -> None:
             wait_until(lambda: link.link_id not in c.coordinator._links, "it is gone")  # noqa: B023
             c.wait_ready()
         (worker,) = c.workers
-        words = f"is ds4py 0.1.0 (build {build_id()})"
+        words = f"is ds4py {__version__} (build {build_id()})"
         name = f"worker 127.0.0.1:{worker.address.port} (layers 0-5 and the output head)"
     assert caplog.text.count(f"{name} {words}") == 1
     assert caplog.text.count(f"coordinator 127.0.0.1 {words}") == 1
