@@ -14,6 +14,8 @@ from typing import Final
 
 import click
 
+from ds4py.api.events import Event, Figures, Piece
+
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """What could steer a terminal; line breaks and tabs are no harm."""
 
@@ -42,44 +44,11 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of the answer: reasoning and text behind it, and token ids if those were asked for."""
-
-    text: str = ""
-    ids: tuple[int, ...] = ()
-    reasoning: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """The last event of an answer.
-
-    Args:
-        n_prompt: Tokens of the prompt.
-        n_cached: Leading ones that needed no evaluation.
-        n_generated: Tokens of the answer.
-        prefill_per_second: Evaluated prompt tokens per second.
-        decode_per_second: Generated tokens per second.
-        finish: "stop", "length" or "cancelled".
-    """
-
-    n_prompt: int
-    n_cached: int
-    n_generated: int
-    prefill_per_second: float
-    decode_per_second: float
-    finish: str
-
-
-@dataclass(frozen=True, slots=True)
 class Prefill:
     """How far the prompt of a remote answer is, in tokens."""
 
     n_done: int
     n_prompt: int
-
-
-Event = Piece | Figures
 
 
 def show(events: Iterator[Event], *, ids_only: bool) -> Figures | None:

@@ -16,8 +16,9 @@ from typing import Final
 
 import click
 
+from ds4py.api.events import Event, Figures, Piece
 from ds4py.cli import exits
-from ds4py.cli.answer import Event, Figures, Piece, show
+from ds4py.cli.answer import show
 from ds4py.cli.conversation import Conversation, Partner, Status
 from ds4py.cli.lines import Lines, read_entry
 from ds4py.cli.sources import read_text

@@ -14,11 +14,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ds4py.cli.answer import Event
+from ds4py.api.events import Event
 from ds4py.errors import ConfigError
-
-Message = dict[str, str]
-"""One turn in the form of OpenAI's API: `role`, `content` and maybe `reasoning_content`."""
 
 Progress = Callable[[int, int], None]
 """Told (prompt tokens done, prompt tokens)."""
@@ -44,7 +41,7 @@ class Conversation:
 
     system: str | None = None
     think: str | None = None
-    turns: list[Message] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, question: str, answer: str, reasoning: str = "") -> None:
         """Append a question and what was answered."""

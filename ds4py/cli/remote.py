@@ -16,8 +16,9 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from ds4py.cli.answer import Event, Figures, Piece, Prefill, Question, awaited
-from ds4py.cli.conversation import Conversation, Message, Progress, Stage, Status
+from ds4py.api.events import Event, Figures, Piece
+from ds4py.cli.answer import Prefill, Question, awaited
+from ds4py.cli.conversation import Conversation, Progress, Stage, Status
 from ds4py.config import Address
 from ds4py.errors import (
     ConfigError,
@@ -129,7 +130,7 @@ def _common(
     return body
 
 
-def _chat(system: str | None, turns: Sequence[Message], think: str | None) -> dict[str, Any]:
+def _chat(system: str | None, turns: Sequence[dict[str, str]], think: str | None) -> dict[str, Any]:
     """Return the fields of a conversation; a system text of None is the model's own."""
     first = [{"role": "system", "content": system}] if system else []
     body: dict[str, Any] = {"messages": [*first, *turns]}

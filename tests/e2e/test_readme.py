@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -65,6 +66,24 @@ def test_the_three_machines_of_the_readme_answer(tmp_path: Path) -> None:
         assert answer.status == 0, answer.err
         assert "answer: " in answer.err
         assert len(answer.text) > 20
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
+    """As printed, but for the path of the model."""
+    model = endless_toy(tmp_path / "toy.gguf", n_layers=2)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("M.gguf", str(model))],
+        capture_output=True,
+        text=True,
+        env=environment({"OMP_NUM_THREADS": "1"}),
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "n_generated=40" in done.stdout
+    assert len(done.stdout) > 100
 
 
 def test_the_demo_streams_an_answer_and_shows_every_stage() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds4py.cli.answer import Figures, Piece, Prefill, awaited, show
+from ds4py.api.events import Figures, Piece
+from ds4py.cli.answer import Prefill, awaited, show
 
 FIGURES = Figures(
     n_prompt=9,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds4py.cli.answer import Event, Figures, Piece
+from ds4py.api.events import Event, Figures, Piece
 from ds4py.cli.chat import COMMANDS, WORDS, Chat
 from ds4py.cli.conversation import Conversation, Progress, Stage, Status
 from ds4py.cli.lines import PipedLines

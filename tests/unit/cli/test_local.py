@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds4py.cli.answer import Event, Figures, Piece
+from ds4py.api.chat import next_turn_ids
+from ds4py.api.events import Event, Figures, Piece
 from ds4py.cli.conversation import Conversation
-from ds4py.cli.local import LocalPartner, next_turn_ids
+from ds4py.cli.local import LocalPartner
 from ds4py.config import CoordinatorConfig, SamplingParams
 from ds4py.errors import CapacityError, ConfigError, Ds4Error, RequestError
 from ds4py.runtime import Node, open_node

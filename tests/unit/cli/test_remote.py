@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import pytest
 
+from ds4py.api.events import Figures, Piece
 from ds4py.cli import exits, remote
-from ds4py.cli.answer import Figures, Piece, Prefill, Question
+from ds4py.cli.answer import Prefill, Question
 from ds4py.cli.client import client
 from ds4py.cli.conversation import Conversation, Stage
 from ds4py.cli.remote import RemotePartner, ask
