@@ -30,9 +30,10 @@ from ds4py.models.base import (
     positive,
 )
 from ds4py.models.ops.attention import attend_many, attend_one
+from ds4py.models.ops.compare import trusts_steps
 from ds4py.models.ops.cuda.step import DecodeStep
-from ds4py.models.ops.fused import FusedNorm, Heads, place_in
-from ds4py.models.ops.fused_layer import FusedLayer, Products, Scratch
+from ds4py.models.ops.fused import FusedNorm, Heads
+from ds4py.models.ops.fused_layer import FusedLayer, Products, Scratch, place_in
 from ds4py.models.ops.head import OutputHead
 from ds4py.models.ops.kv_rows import KvForm, KvRows
 from ds4py.models.ops.norm import RmsNorm
@@ -362,10 +363,11 @@ class Slice:
         self._embedding = embedding
         self._head = head
         self._scratch: dict[int, Scratch] = {}
-        first = layers[0].fused if layers else None
-        if first is not None and not first.prepare(kv.dtype):
-            for layer in layers:
-                layer.fused = None
+        if layers and (fused := layers[0].fused) is not None:
+            fused.prepare(kv.dtype)
+            if not trusts_steps(fused.heads, kv.dtype):
+                for layer in layers:
+                    layer.fused = None
 
     @classmethod
     def load(

@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 
 from ds4py.models.ops import fused, sinkhorn
 from ds4py.models.ops.attention import attend_one
+from ds4py.models.ops.fused_layer import place_in
 from ds4py.models.ops.kv_rows import KvForm, KvRows
 from ds4py.models.ops.norm import RmsNorm
 from ds4py.quant.kernels.activations import CHUNK, Quantized
@@ -94,7 +95,7 @@ def compare_attention(heads: fused.Heads, cache_type: torch.dtype) -> Comparison
             rows = _history(heads, cache_type, seed=row)
             expected.append(_attended(heads, qkv[row], turns, rows))
             rows = _history(heads, cache_type, seed=row)
-            place = fused.place_in(rows, _POSITION, Buffer(turns, torch.complex64, "rotation"))
+            place = place_in(rows, _POSITION, Buffer(turns, torch.complex64, "rotation"))
             fused.attend(heads, given, row, place, out)
         errors.append(relative_error(out.tensor, torch.cat(expected)))
     return _worst(errors, _CACHE_LIMIT[cache_type])

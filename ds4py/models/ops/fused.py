@@ -16,7 +16,7 @@ import torch
 
 from ds4py.errors import KernelError
 from ds4py.models.ops.fused_rows import PARAMS, CacheRows, cache_rows
-from ds4py.models.ops.kv_rows import KvRows, block_size
+from ds4py.models.ops.kv_rows import block_size
 from ds4py.quant.kernels.activations import TARGETS, Quantized, write_quantized
 from ds4py.quant.kernels.jit import (
     F32,
@@ -198,21 +198,6 @@ class CachePlace:
             raise KernelError("position in a cache", got=self.position, expected=f"0 to {room - 1}")
         turned = (*self.rotation.shape[:-1], heads.n_rotated // 2)
         self.rotation.expect("rotation", turned, torch.complex64)
-
-
-def place_in(rows: KvRows, position: int, rotation: Buffer) -> CachePlace:
-    """Return where a session's token is in one layer.
-
-    Raises:
-        KernelError: The cache is not contiguous memory of the process.
-    """
-    scales = rows.scales
-    return CachePlace(
-        Buffer(rows.values, rows.values.dtype, "cache"),
-        None if scales is None else Buffer(scales, torch.float32, "scales of a cache"),
-        position,
-        rotation,
-    )
 
 
 def attend(heads: Heads, qkv: Buffer, row: int, place: CachePlace, out: Buffer) -> None:

@@ -13,10 +13,25 @@ from dataclasses import dataclass
 import torch
 
 from ds4py.models.ops import fused
-from ds4py.models.ops.compare import trusts_steps
+from ds4py.models.ops.kv_rows import KvRows
 from ds4py.quant.kernels.activations import Quantized, quantize
 from ds4py.quant.kernels.memory import Buffer
 from ds4py.quant.linear import PackedLinear
+
+
+def place_in(rows: KvRows, position: int, rotation: Buffer) -> fused.CachePlace:
+    """Return where a session's token is in one layer.
+
+    Raises:
+        KernelError: The cache is not contiguous memory of the process.
+    """
+    scales = rows.scales
+    return fused.CachePlace(
+        Buffer(rows.values, rows.values.dtype, "cache"),
+        None if scales is None else Buffer(scales, torch.float32, "scales of a cache"),
+        position,
+        rotation,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,26 +93,18 @@ class FusedLayer:
         norms: tuple[fused.FusedNorm, fused.FusedNorm],
         products: Products,
     ):
-        self._heads = heads
+        self.heads = heads
         self._attn_norm, self._ffn_norm = norms
         self._products = products
 
-    def prepare(self, cache_type: torch.dtype) -> bool:
-        """Compile what a step runs, so that no token waits for that; False if it must not run.
-
-        Args:
-            cache_type: Of the caches that it will get.
-
-        Returns:
-            Whether this processor computes the steps as torch does.
-        """
-        fused.compile_steps(self._heads, cache_type)
-        quantize(torch.zeros((1, self._heads.width * 2)))
-        return trusts_steps(self._heads, cache_type)
+    def prepare(self, cache_type: torch.dtype) -> None:
+        """Compile what a step runs, so that no token waits for that."""
+        fused.compile_steps(self.heads, cache_type)
+        quantize(torch.zeros((1, self.heads.width * 2)))
 
     def scratch(self, n_rows: int, width: int) -> Scratch:
         """Return memory for a batch."""
-        return Scratch(n_rows, width, self._heads, self._products)
+        return Scratch(n_rows, width, self.heads, self._products)
 
     def __call__(self, x: Buffer, places: Sequence[fused.CachePlace], s: Scratch) -> None:
         """Update float32 `[T, W]` and the sessions' caches in place."""
@@ -105,7 +112,7 @@ class FusedLayer:
         self._attn_norm(x, s.normed)
         products.qkv.multiply(s.normed, s.qkv)
         for row, place in enumerate(places):
-            fused.attend(self._heads, s.qkv, row, place, s.attended)
+            fused.attend(self.heads, s.qkv, row, place, s.attended)
         products.output.multiply(quantize(s.attended, s.mixed), x, add=True)
         self._ffn_norm(x, s.normed)
         products.gate_up.multiply(s.normed, s.gate_up)

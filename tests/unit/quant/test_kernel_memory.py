@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ds4py.errors import KernelError
 from ds4py.models.base import CacheTensor
 from ds4py.models.ops import fused, sinkhorn
+from ds4py.models.ops.fused_layer import place_in
 from ds4py.models.ops.kv_rows import KvRows
 from ds4py.quant.kernels.activations import Quantized, quantize
 from ds4py.quant.kernels.cpu import BlockWeights, ExpertBlocks
@@ -199,7 +200,7 @@ def attend_case(dtype: torch.dtype) -> Case:
         return made if rows.scales is None else made | {"scales": rows.scales}
 
     def call(t: Tensors) -> list[torch.Tensor]:
-        place = fused.place_in(KvRows(t["cache"], t.get("scales")), POSITION, buffer(t["rotation"]))
+        place = place_in(KvRows(t["cache"], t.get("scales")), POSITION, buffer(t["rotation"]))
         qkv, out = buffer(t["qkv"]), buffer(t["out"])
         for row in range(t["qkv"].shape[0]):
             fused.attend(HEADS, qkv, row, place, out)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ds4py.models.ops import fused
 from ds4py.models.ops.attention import attend_many, attend_one
-from ds4py.models.ops.fused import Heads, place_in
+from ds4py.models.ops.fused import Heads
+from ds4py.models.ops.fused_layer import place_in
 from ds4py.models.ops.fused_rows import PARAMS, cache_rows, from_halves, to_halves
 from ds4py.models.ops.kv_rows import KvForm, KvRows, block_size
 from ds4py.quant.kernels.jit import F32, I16, LANES, Code, vector
