@@ -159,6 +159,39 @@ def test_only_config_reads_the_environment(path: Path) -> None:
     assert not names & {"os.environ", "os.environb", "os.getenv"}
 
 
+# names that wait, all of which tests/unit/test_waits.py tries on a busy machine, and others
+MAY_USE = {
+    "threading": {
+        *("Lock", "Semaphore", "Event", "Condition", "Thread"),
+        *("current_thread", "stack_size"),
+        *("RLock", "Timer"),  # waited for without limit only; waits as an event does
+    },
+    "queue": {"Empty"},
+    "concurrent.futures": {"Future", "ThreadPoolExecutor"},  # whose results are futures
+    "asyncio": {
+        *("timeout", "wait", "Event", "Semaphore", "Queue", "sleep"),
+        *("to_thread", "TimerHandle", "Transport", "run", "run_coroutine_threadsafe"),
+        *("create_task", "get_running_loop", "Task", "AbstractEventLoop", "CancelledError"),
+    },
+    "selectors": set(),
+    "multiprocessing": set(),
+    "sched": set(),
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_nothing_waits_in_a_way_that_was_not_tried(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module in MAY_USE:
+            used = {(node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in MAY_USE:
+            used = {(ast.unparse(node.value), node.attr)}
+        else:
+            continue
+        strange = {name for name in used if name[1] not in MAY_USE[name[0]]}
+        assert not strange, f"{ids(path)}: {strange}: try it in tests/unit/test_waits.py"
+
+
 THE_DOOR = "ds4py/quant/kernels/memory.py"
 
 

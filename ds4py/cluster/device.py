@@ -23,6 +23,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from ds4py.cluster.gather import Gather, stages_alike
+from ds4py.cluster.mailbox import Mailbox
 from ds4py.cluster.turns import MAX_BATCH, Kind, Turns
 from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Started
 from ds4py.errors import CapacityError, ClusterError, Ds4Error
@@ -102,7 +103,7 @@ class DeviceThread:
     def __init__(self, runner: SliceRunner, *, name: str = "device", batching: bool = True):
         self.runner = runner
         self._batch_size = MAX_BATCH if batching else 1
-        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # None ends the thread
+        self._queue: Mailbox[Item | None] = Mailbox()  # None ends the thread
         self._turns: Turns[Item] = Turns()  # touched on the device thread only, but for its length
         self._gather = Gather(stages_alike(runner.card.n_layers, len(runner.span)))
         self._overlaps = runner.overlaps
@@ -125,7 +126,7 @@ class DeviceThread:
         with self._lock:
             if self._closed:
                 return ClusterError(_CLOSING)
-            if self._queue.qsize() + len(self._turns) >= _QUEUE_DEPTH:
+            if len(self._queue) + len(self._turns) >= _QUEUE_DEPTH:
                 return CapacityError(
                     "device queue", needed=_QUEUE_DEPTH + 1, available=_QUEUE_DEPTH
                 )
@@ -232,7 +233,7 @@ class DeviceThread:
             item = self._queue.get()
             if item is None:
                 return False
-            if self._queue.empty() and self._gather.wanted <= 1:
+            if not len(self._queue) and self._gather.wanted <= 1:
                 self._run_lone(item)
                 return True
             self._place(item)
@@ -284,7 +285,7 @@ class DeviceThread:
         return False
 
     def _take_one(self, timeout: float) -> bool:
-        item = self._queue.get(timeout=timeout)
+        item = self._queue.get(timeout)
         if item is None:
             return False
         self._place(item)

@@ -8,13 +8,13 @@ answer in its reply box: a `Result`, or the `TransportError` that ended the conn
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds4py.cluster.heartbeat import Heartbeat
+from ds4py.cluster.mailbox import Mailbox
 from ds4py.cluster.registry import LinkId
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
 from ds4py.transport.connection import Connection
@@ -42,7 +42,7 @@ class Reply:
     wait_usec: int = 0
 
 
-ReplyBox = queue.SimpleQueue[Reply]
+ReplyBox = Mailbox[Reply]
 
 
 @dataclass(slots=True)

@@ -113,7 +113,7 @@ class SpanRun:
         self._window = Window(len(spans), window)
         self._pipelined = pipelined
         self._completed = completed
-        self._box: ReplyBox = queue.SimpleQueue()
+        self._box: ReplyBox = ReplyBox()
         self._index_of: dict[int, int] = {}
         self._logits: F32 | None = None
         self._cancelled: Cancelled | None = None
@@ -173,7 +173,7 @@ class SpanRun:
                 self._call_off()
             if (error is None or self._must_finish(error)) and self._may_submit():
                 error = _graver(error, self._guard(self._submit))
-                while error is None and not self._box.empty():
+                while error is None and len(self._box):
                     error = self._guard(self._collect)
             elif self._window.in_flight:
                 error = _graver(error, self._guard(self._collect))
@@ -349,7 +349,7 @@ class SpanRun:
         left = self._answer_due - time.monotonic()
         patience = left if self._cancelled is None else min(left, _CANCEL_POLL_SECONDS)
         try:
-            reply = self._box.get(timeout=max(patience, 0.0))
+            reply = self._box.get(patience)
         except queue.Empty:
             if patience < left:
                 return

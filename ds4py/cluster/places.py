@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import queue
 
+from ds4py.cluster.mailbox import Mailbox
+
 
 class Places:
-    """A semaphore over a queue that is written in C.
+    """A semaphore whose free places lie in a `Mailbox`.
 
-    `threading.Semaphore` is written in Python: taking and giving back one place of it are eight
-    calls, for every token on its way through a stage.
+    `threading.Semaphore` notifies through a condition: taking and giving back one place of it are
+    eight calls, for every token on its way through a stage.
 
     Args:
         n_places: Places that are free at first.
     """
 
     def __init__(self, n_places: int):
-        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._free: Mailbox[None] = Mailbox()
         for _ in range(n_places):
             self._free.put(None)
 
@@ -31,7 +33,7 @@ class Places:
             timeout: Seconds.
         """
         try:
-            self._free.get(timeout=timeout)
+            self._free.get(timeout)
         except queue.Empty:
             return False
         return True

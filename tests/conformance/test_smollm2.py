@@ -9,6 +9,7 @@ Tolerances, relative to the range of a prompt's logits (about 35):
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -119,10 +120,15 @@ print(json.dumps([process.memory_info().rss - before, runner.weight_bytes]))
 """
 
 
-def test_resident_memory_follows_the_slice_and_not_the_file():
-    """One layer has 2 MB of 98; what else grows is the first use of torch and of LLVM."""
+def test_resident_memory_follows_the_slice_and_not_the_file(tmp_path):
+    """One layer has 2 MB of 98; what else grows is the first use of torch and of LLVM.
+
+    The first process compiles each kernel that it compares with torch, which takes 20 MB.
+    """
     command = [sys.executable, "-c", MEASURE, str(smollm2_path())]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    grown, weights = json.loads(done.stdout)
-    assert weights == 2_216_448
-    assert grown < 80e6
+    own = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    for limit in (110e6, 80e6):
+        done = subprocess.run(command, capture_output=True, timeout=120, check=True, env=own)
+        grown, weights = json.loads(done.stdout)
+        assert weights == 2_216_448
+        assert grown < limit

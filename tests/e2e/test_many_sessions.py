@@ -224,7 +224,7 @@ class Stages:
 
 
 def n_queued(device: DeviceThread) -> int:
-    return device._queue.qsize() + len(device._turns)
+    return len(device._queue) + len(device._turns)
 
 
 PROMPT = [(7 * k * k + k) % 97 for k in range(60)]

@@ -192,7 +192,7 @@ def test_close_finishes_what_runs_and_refuses_what_waits() -> None:
         for job in jobs:
             device.submit(job.job)
         calling = Background(lambda: device.call(lambda runner: 1, timeout=20))
-        wait_until(lambda: device._queue.qsize() == 5, "all wait")
+        wait_until(lambda: len(device._queue) == 5, "all wait")
         closing = Background(device.close)
         wait_until(lambda: device._closed, "close has begun")
         late = Job(9)

@@ -178,7 +178,7 @@ def test_a_copy_for_a_connection_that_has_ended_meanwhile_belongs_to_nobody() ->
         with driver(worker.address, WHOLE) as other:
             greet(other.connection)
             tell(other, PROMPT[:4])
-            wait_until(lambda: device._queue.qsize() == 1, "the notice waits for the device")
+            wait_until(lambda: len(device._queue) == 1, "the notice waits for the device")
         wait_until(lambda: len(worker._upstreams) == 1, "the connection has ended")
         resume.set()
         assert d.answer().status == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ class Scene:
 
     def __init__(self, ours, theirs, timeout: float, alive_timeout: float | None):
         self.closed: list[TransportError] = []
-        self.box: ReplyBox = queue.SimpleQueue()
+        self.box: ReplyBox = ReplyBox()
         self.peer = Connection(theirs, SOCKETS, worker_limits(N_CTX, WIDTH))
         connection = Connection(ours, SOCKETS, LIMITS)
         self.link = Link(
@@ -126,7 +125,7 @@ def test_every_pending_request_is_told_of_the_end_and_the_owner_once(end, words)
         s.reading.result()
         s.link.close()
         assert len(s.closed) == 1
-        assert s.box.empty()
+        assert not len(s.box)
 
 
 def test_a_retired_link_tells_those_who_wait_and_stays_connected() -> None:
@@ -156,7 +155,7 @@ def test_a_peer_that_takes_too_little_for_too_long_is_given_up() -> None:
             s.post(1)
         assert s.link.lost
         assert s.link.connection.closed
-        assert s.box.empty()
+        assert not len(s.box)
 
 
 def test_posts_that_race_with_the_end_are_all_answered_once() -> None:
@@ -187,7 +186,7 @@ def test_posts_that_race_with_the_end_are_all_answered_once() -> None:
             expected = {*first.result(), *second.result()}
             closing.result()
             assert {s.reply().request_id for _ in expected} == expected
-            assert s.box.empty()
+            assert not len(s.box)
 
 
 @pytest.mark.parametrize("answered", [False, True])

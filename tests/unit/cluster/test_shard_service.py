@@ -388,7 +388,7 @@ def test_a_transfer_whose_connection_was_closed_meanwhile_changes_nothing() -> N
             loader.connection.send(encode(load_begin(PROMPT, payload)))
             loader.connection.send(encode(chunk(payload)))
             (upstream,) = (u for u in worker._upstreams if serves(u, loader))
-            wait_until(lambda: worker._stage.device._queue.qsize() == 1, "the load waits")
+            wait_until(lambda: len(worker._stage.device._queue) == 1, "the load waits")
             upstream.close()
             go_on.set()
             assert other.answer().status == 0

@@ -63,7 +63,7 @@ class Driven(NamedTuple):
         assert entered.wait(20)
         try:
             send()
-            wait_until(lambda: device._queue.qsize() == n_items, "all of it is queued")
+            wait_until(lambda: len(device._queue) == n_items, "all of it is queued")
         finally:
             gate.set()
 

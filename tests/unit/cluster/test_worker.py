@@ -332,9 +332,9 @@ def test_the_decode_batch_holds_a_session_once() -> None:
         assert gate.entered.wait(20)
         for n, d in enumerate(drivers):
             d.ask([1, 2], [5], session=n + 1)
-        wait_until(lambda: device._queue.qsize() == 3, "three spans wait")
+        wait_until(lambda: len(device._queue) == 3, "three spans wait")
         drivers[0].ask([1, 2, 5], [6], session=1)
-        wait_until(lambda: device._queue.qsize() == 4, "four spans wait")
+        wait_until(lambda: len(device._queue) == 4, "four spans wait")
         gate.open.set()
         assert [d.answer().status for d in (blocker, *drivers, drivers[0])] == [0] * 5
         assert device.runner.batches == [1, 3, 1]

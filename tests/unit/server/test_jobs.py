@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -24,13 +25,14 @@ def order(name=1):
 class Work:
     """A function for `Jobs` that waits at a door; remembers what ran."""
 
-    def __init__(self, *, n_pieces=1, error=None):
+    def __init__(self, *, n_pieces=1, error=None, until_cancelled=False):
         self.door = threading.Event()
         self.entered = threading.Semaphore(0)
         self.ran = []
         self.threads = set()
         self._n_pieces = n_pieces
         self._error = error
+        self._until_cancelled = until_cancelled
 
     def __call__(self, asked, emit, cancelled):
         self.ran.append(asked.prompt[0])
@@ -39,6 +41,9 @@ class Work:
         assert self.door.wait(DEADLINE)
         if self._error:
             raise self._error
+        end = time.monotonic() + DEADLINE
+        while self._until_cancelled and not cancelled() and time.monotonic() < end:
+            time.sleep(0.001)
         if cancelled():
             raise CancelledError("noticed")
         emit(Started(1, 0))
@@ -217,7 +222,7 @@ def test_a_running_order_sees_its_cancelling():
 
 
 def test_closing_answers_what_runs_and_what_waits():
-    work = Work()
+    work = Work(until_cancelled=True)
 
     async def scenario(jobs):
         submitted = [jobs.submit(order(name)) for name in range(3)]
