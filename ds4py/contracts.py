@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NewType, Protocol
 
+from ds4py.activations import F32, HiddenBatch
 from ds4py.errors import Ds4Error, SnapshotError
-from ds4py.hidden import F32, HiddenBatch
-from ds4py.spans import LayerSpan
+from ds4py.layer_range import LayerSpan
 
 SessionId = NewType("SessionId", int)
 """64-bit, non-zero; names one token timeline on every stage of a route."""

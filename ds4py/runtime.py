@@ -15,13 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.pool import ClusterBackend
-from ds4py.cluster.port import CoordinatorPort
-from ds4py.cluster.profile import worker_name
-from ds4py.cluster.trace import COORDINATOR, Recorder
-from ds4py.cluster.trace_writer import TraceWriter
-from ds4py.cluster.worker import Worker, data_listener
 from ds4py.config import (
     Address,
     CoordinatorConfig,
@@ -32,20 +25,27 @@ from ds4py.config import (
     WorkerConfig,
 )
 from ds4py.contracts import CacheForm
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.coordinator.session_pool import ClusterBackend
 from ds4py.engine.open import open_runner, read_model
 from ds4py.engine.selftest import ComparedKernel, compare_all, processor
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
-from ds4py.server.app import create_app, save_sessions
-from ds4py.server.events import EventLog
-from ds4py.server.prompts import TextStack
-from ds4py.server.serve import HttpServer
+from ds4py.server.http.app import create_app, save_sessions
+from ds4py.server.http.server import HttpServer
+from ds4py.server.observability.event_log import EventLog
+from ds4py.server.requests.prompts import TextStack
 from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_DS4, ABI_OWN
-from ds4py.text.families import chat_for
-from ds4py.text.tokenizer import load_tokenizer
+from ds4py.text.chat_formats.choice import chat_for
+from ds4py.text.tokenizer.tokenizer import load_tokenizer
+from ds4py.tracing.events import COORDINATOR, Recorder
+from ds4py.tracing.perfetto import TraceWriter
 from ds4py.transport.cores import keep_off
 from ds4py.transport.sockets import Listener, Socket, listen, local_address
+from ds4py.worker.profile import worker_name
+from ds4py.worker.worker import Worker, data_listener
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes of weights loaded, bytes of weights in the slice)."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.pool import ClusterBackend
 from ds4py.config import CoordinatorConfig, PrefillTuning, RouteEntry
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.session_pool import ClusterBackend
 from ds4py.errors import (
     Ds4Error,
     PeerClosedError,

@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.pool import ClusterBackend
-from ds4py.cluster.port import CoordinatorPort
-from ds4py.cluster.worker import Worker
 from ds4py.config import (
     Address,
     CoordinatorConfig,
@@ -21,8 +17,12 @@ from ds4py.config import (
     WorkerTuning,
 )
 from ds4py.contracts import SliceRunner
-from ds4py.spans import LayerSpan, LayerSpec
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.layer_range import LayerSpan, LayerSpec
 from ds4py.transport.sockets import Listener
+from ds4py.worker.worker import Worker
 from tests.fake_runner import FakeRunner, card
 
 DEADLINE = 20.0

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import (
     NO_ROOM,
     CacheForm,
@@ -24,9 +25,8 @@ from ds4py.contracts import (
     Want,
 )
 from ds4py.errors import CapacityError, Ds4Error, ModelError
-from ds4py.hidden import F32, HiddenBatch
+from ds4py.layer_range import LayerSpan, whole_model
 from ds4py.snapshot import CacheSizes, Capacities, Shard, read_dsvl, write_dsvl
-from ds4py.spans import LayerSpan, whole_model
 
 PRIME = 251
 WIDTH = 8

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ds4py.activations import F32
 from ds4py.contracts import (
     Cancelled,
     Health,
@@ -22,8 +23,7 @@ from ds4py.contracts import (
     SyncResult,
 )
 from ds4py.errors import CancelledError, CapacityError, Ds4Error, SnapshotError
-from ds4py.hidden import F32
-from ds4py.spans import whole_model
+from ds4py.layer_range import whole_model
 
 DEADLINE = 10.0
 """Seconds after which a wait in a fake means a broken test."""

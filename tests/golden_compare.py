@@ -20,9 +20,9 @@ import torch
 from ds4py.config import ActQuant, Precision
 from ds4py.engine.loader import load_slice, read_shape
 from ds4py.gguf.file import GgufFile
-from ds4py.models.base import Segment
+from ds4py.kernels.cache import Segment
+from ds4py.layer_range import LayerSpan
 from ds4py.models.deepseek4 import Slice
-from ds4py.spans import LayerSpan
 from tests import golden
 from tests.unit.models.deepseek4_reference import Reference
 

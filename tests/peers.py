@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ds4py.activations import HiddenBatch
 from ds4py.config import Address
-from ds4py.hidden import HiddenBatch
-from ds4py.spans import LayerSpan
+from ds4py.layer_range import LayerSpan
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import FrameType, coordinator_limits, worker_limits

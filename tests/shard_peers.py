@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds4py.errors import PeerClosedError
-from ds4py.spans import LayerSpan
+from ds4py.layer_range import LayerSpan
 from ds4py.transport.connection import Connection
 from ds4py.wire.messages import (
     LoadBegin,

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ds4py.errors import RemoteProtocolError
-from ds4py.spans import LayerSpan
+from ds4py.layer_range import LayerSpan
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import Buffer, Frame, FrameReader
 from ds4py.wire.messages import (

@@ -15,15 +15,15 @@ from importlib.util import find_spec
 
 import torch
 
-from ds4py.engine.staging import staging_for
-from ds4py.engine.transfer import pack, unpack
+from ds4py.engine.activation_codec import pack, unpack
+from ds4py.engine.host_staging import staging_for
 from ds4py.gguf import kinds
-from ds4py.models.base import CacheTensor
+from ds4py.kernels.cache import CacheTensor
+from ds4py.layers.attention import attend_many
+from ds4py.layers.experts import ExpertGroups, ExpertProduct
+from ds4py.layers.linear import PackedLinear
 from ds4py.models.deepseek4.hyper import Sinkhorn
-from ds4py.models.ops.attention import attend_many
-from ds4py.quant.experts import ExpertGroups, ExpertProduct
 from ds4py.quant.formats import format_of
-from ds4py.quant.linear import PackedLinear
 from ds4py.quant.tensor import QuantTensor
 from tools.gpu_measure import BF16, Bench
 
@@ -108,7 +108,7 @@ def decode_attention(bench: Bench) -> None:
     """One token of one session with much behind it, and of eight with less."""
     if find_spec("triton") is None:
         raise RuntimeError("triton is not installed")
-    from ds4py.models.ops.cuda.decode_attention import attend_sessions
+    from ds4py.kernels.cuda.decode_attention import attend_sessions
 
     groups, per_group, D = bench.size(8, 2), 4, bench.size(128, 16)
     for B, n_keys in ((1, bench.size(1 << 16, 130)), (8, bench.size(1 << 13, 70))):
@@ -129,7 +129,7 @@ def decode_attention(bench: Bench) -> None:
 
 def chunk_attention(bench: Bench) -> None:
     """A chunk at the start and behind others: with a mask, and without one."""
-    from ds4py.models.ops.cuda.chunk_attention import attend_chunk
+    from ds4py.kernels.cuda.chunk_attention import attend_chunk
 
     T, D = bench.size(2048, 32), bench.size(128, 16)
     groups, per_group = bench.size(8, 2), 4
@@ -146,7 +146,7 @@ def chunk_attention(bench: Bench) -> None:
 
 def sinkhorn(bench: Bench) -> None:
     """The normalization of DeepSeek V4's hyper-connections, by operations and as one kernel."""
-    from ds4py.models.ops.cuda.sinkhorn import balanced
+    from ds4py.kernels.cuda.sinkhorn import balanced
 
     scores = bench.randn(1, 16)
     by_operations = Sinkhorn(4, 20, 1e-6, bench.device)

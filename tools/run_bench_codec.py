@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ds4py.engine.transfer import pack, unpack
+from ds4py.engine.activation_codec import pack, unpack
 
 TOKENS = (1, 64, 4096)
 WIDTH = 16384

@@ -37,13 +37,13 @@ from ds4py.engine.loader import read_shape
 from ds4py.engine.open import open_runner
 from ds4py.engine.runner import LocalRunner
 from ds4py.gguf.file import GgufFile
+from ds4py.layer_range import whole_model
 from ds4py.models.deepseek4.attention import Attention
 from ds4py.models.deepseek4.cache import CacheLayout
 from ds4py.models.deepseek4.hyper import HyperConnection, StreamMix
 from ds4py.models.deepseek4.moe import FeedForward, RoutedExperts, Router
 from ds4py.models.deepseek4.shape import KNOWN, OVERLAPPED, Shape
 from ds4py.models.deepseek4.slice import Slice
-from ds4py.spans import whole_model
 from tools import toy_deepseek4
 
 ROOT = Path(__file__).resolve().parents[1]

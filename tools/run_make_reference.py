@@ -19,7 +19,7 @@ import click
 
 from ds4py.cli.bench import bench
 from ds4py.cli.client import client
-from ds4py.cli.help import TopicalCommand
+from ds4py.cli.flags.help import TopicalCommand
 from ds4py.cli.main import ds4py
 from ds4py.cli.server import server
 from ds4py.config import read_environment

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from ds4py.gguf.write import TensorSource, WriteValue, save_gguf
-from ds4py.text.vocabulary import TokenType
+from ds4py.text.tokenizer.vocabulary import TokenType
 from tools.toy_vocabulary import vocabulary
 from tools.toy_weights import Weights
 

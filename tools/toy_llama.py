@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds4py.gguf.write import TensorSource, WriteValue
-from ds4py.text.vocabulary import TokenType
+from ds4py.text.tokenizer.vocabulary import TokenType
 from tools.toy_vocabulary import vocabulary
 from tools.toy_weights import Weights
 

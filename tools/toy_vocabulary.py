@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from ds4py.errors import ConfigError
 from ds4py.gguf.write import WriteValue
-from ds4py.text.vocabulary import TokenType
+from ds4py.text.tokenizer.vocabulary import TokenType
 
 Special = tuple[str, TokenType]
 

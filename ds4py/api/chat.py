@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds4py.api.generation import Generation
-from ds4py.text.chat import Chat
+from ds4py.text.chat_formats.template import Chat
 from ds4py.text.reasoning import THINK_END
 
 if TYPE_CHECKING:
-    from ds4py.server.prompts import TextStack
+    from ds4py.server.requests.prompts import TextStack
 
 Message = dict[str, str]
 """One turn in the form of OpenAI's API: `role`, `content` and maybe `reasoning_content`."""

@@ -27,7 +27,7 @@ from ds4py.config import (
 )
 from ds4py.errors import ClusterError, ConfigError
 from ds4py.generation.sampling import Sampler
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 
 if TYPE_CHECKING:
     from ds4py.runtime import Node

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from ds4py.cluster.trace import Recorder
 from ds4py.config import CoordinatorConfig, EngineConfig, SocketConfig
 from ds4py.contracts import Cancelled, Progress
 from ds4py.errors import CancelledError
 from ds4py.runtime import Node, join_cluster, open_doors, open_node
+from ds4py.tracing.events import Recorder
 
 
 @contextmanager

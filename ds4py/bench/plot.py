@@ -13,7 +13,7 @@ from typing import Final
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from ds4py.bench.frontiers import Row
+from ds4py.bench.context_sweep import Row
 from ds4py.errors import ConfigError
 
 _MAX_LABELS: Final = 12

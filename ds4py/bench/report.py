@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from ds4py.bench.frontiers import Frontier
-from ds4py.cluster.trace import Shares
+from ds4py.bench.context_sweep import Frontier
 from ds4py.contracts import ModelCard
+from ds4py.tracing.events import Shares
 
 _COLUMNS: Final = ("compute", "wire", "wait", "idle", "bubble")
 

@@ -22,8 +22,7 @@ from click.core import ParameterSource
 
 from ds4py import __version__
 from ds4py.cli import exits
-from ds4py.cli.lock import exclusive
-from ds4py.cli.options import (
+from ds4py.cli.flags.shared import (
     CONTEXT_SETTINGS,
     DistributedFlags,
     ModelFlags,
@@ -32,6 +31,7 @@ from ds4py.cli.options import (
     model_options,
     take,
 )
+from ds4py.cli.lock import exclusive
 from ds4py.cli.signals import stop_signal
 from ds4py.cli.terminal import Progress, progress_bar, start_logging
 from ds4py.config import CoordinatorConfig, EngineConfig, Environment
@@ -40,10 +40,10 @@ from ds4py.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ds4py.bench.frontiers import Frontier, Plan, Walk
-    from ds4py.cluster.trace import Recorder
+    from ds4py.bench.context_sweep import Frontier, Plan, Walk
     from ds4py.contracts import ModelCard, Session
     from ds4py.runtime import Node
+    from ds4py.tracing.events import Recorder
 
 PROGRAM: Final = "ds4py-bench"
 _SELF_ONLY: Final = {"sections", "models", "rounds", "llama_python", "llama_bench"}
@@ -157,7 +157,7 @@ class Wanted:
         Raises:
             ConfigError: They do not fit together, or a picture can not be drawn.
         """
-        from ds4py.bench.frontiers import Plan
+        from ds4py.bench.context_sweep import Plan
 
         raw, chat = flags["prompt_file"], flags["chat_prompt_file"]
         if (raw is None) == (chat is None):
@@ -199,7 +199,7 @@ class Wanted:
 
 
 def _walk(model: ModelFlags, distributed: DistributedFlags, wanted: Wanted) -> int:
-    from ds4py.bench.frontiers import CSV_HEADER
+    from ds4py.bench.context_sweep import CSV_HEADER
     from ds4py.bench.report import share_table
 
     if distributed.role == "worker":
@@ -235,7 +235,7 @@ def _new_walk(
     progress: Progress,
     cancelled: Callable[[], bool],
 ) -> Walk:
-    from ds4py.bench.frontiers import Walk
+    from ds4py.bench.context_sweep import Walk
     from ds4py.bench.node import is_whole
 
     portable = is_whole(node.coordinator.config) and node.backend.card.cache_form is not None
@@ -367,11 +367,11 @@ def _dump(wanted: Wanted, model: ModelFlags, node: Node, frontier: Frontier, n_p
 
 
 def _self(**flags: Any) -> int:
-    from ds4py.bench.bars import Verdict
-    from ds4py.bench.llama import find_llama
-    from ds4py.bench.sections import Bench
-    from ds4py.bench.selfcheck import chosen, json_line, run, table
-    from ds4py.bench.subjects import available_cores
+    from ds4py.bench.selfcheck.llama import find_llama
+    from ds4py.bench.selfcheck.processes import available_cores
+    from ds4py.bench.selfcheck.run import chosen, json_line, run, table
+    from ds4py.bench.selfcheck.sections import Bench
+    from ds4py.bench.selfcheck.targets import Verdict
 
     sections = chosen(flags["sections"])
     with _status() as step:

@@ -18,14 +18,14 @@ import click
 
 from ds4py import __version__
 from ds4py.cli import exits
-from ds4py.cli.answer import Question, awaited, show
-from ds4py.cli.chat import WORDS, Chat, command_list
-from ds4py.cli.conversation import Conversation, Partner
-from ds4py.cli.diagnose import DiagnosticFlags, diagnose, diagnostic_options
-from ds4py.cli.ds4_flags import Ds4Flags, ds4_options
-from ds4py.cli.help import TopicalCommand, help_option
-from ds4py.cli.nodes import NodeOpener
-from ds4py.cli.options import (
+from ds4py.cli.chat.conversation import Conversation, Partner
+from ds4py.cli.chat.loop import WORDS, Chat, command_list
+from ds4py.cli.chat.printing import Question, awaited, show
+from ds4py.cli.diagnostics.diagnose import DiagnosticFlags, diagnose, diagnostic_options
+from ds4py.cli.flags.ds4 import Ds4Flags, ds4_options
+from ds4py.cli.flags.help import TopicalCommand, help_option
+from ds4py.cli.flags.question import read_question
+from ds4py.cli.flags.shared import (
     CONTEXT_SETTINGS,
     DistributedFlags,
     ModelFlags,
@@ -35,8 +35,8 @@ from ds4py.cli.options import (
     sampling_options,
     take,
 )
+from ds4py.cli.nodes import NodeOpener
 from ds4py.cli.signals import stop_signal
-from ds4py.cli.sources import read_question
 from ds4py.cli.terminal import prompt_progress, start_logging
 from ds4py.config import Address, SamplingParams
 from ds4py.errors import ConfigError
@@ -183,7 +183,7 @@ def client(**flags: Any) -> int:
 
 def _ask_server(server: Address, asked: PromptFlags, given: dict[str, float | int]) -> int:
     """Ask or chat; Ctrl+C interrupts the wait, and leaving the stream makes the server stop."""
-    from ds4py.cli.remote import RemotePartner, ask
+    from ds4py.cli.chat.remote import RemotePartner, ask
 
     key, want_ids = asked.api_key, asked.print_ids
     if asked.chats:
@@ -201,7 +201,7 @@ def _ask_here(
 ) -> int:
     """Ask or chat with a model that this process loads or coordinates."""
     if asked.chats:
-        from ds4py.cli.local import LocalPartner
+        from ds4py.cli.chat.local import LocalPartner
 
         def tell(line: str) -> None:
             exits.complain(PROGRAM, line)
@@ -209,7 +209,7 @@ def _ask_here(
         return _chat(LocalPartner(opener.open, params, asked.max_tokens, tell), asked)
     question = asked.question(given)
     with opener.open() as node, stop_signal() as stopping, prompt_progress() as progress:
-        from ds4py.cli.local import ask
+        from ds4py.cli.chat.local import ask
 
         events = ask(node, question, params, cancelled=stopping.is_set, progress=progress)
         show(events, ids_only=asked.print_ids)
@@ -217,8 +217,8 @@ def _ask_here(
 
 
 def _chat(partner: Partner, asked: PromptFlags) -> int:
-    from ds4py.cli.history import LineHistory, default_path
-    from ds4py.cli.lines import open_lines
+    from ds4py.cli.chat.line_history import LineHistory, default_path
+    from ds4py.cli.chat.line_input import open_lines
 
     with closing(partner):
         lines = open_lines(LineHistory(default_path()), WORDS)

@@ -12,7 +12,7 @@ import click
 
 from ds4py import __version__
 from ds4py.cli import exits
-from ds4py.cli.inspect import inspect
+from ds4py.cli.diagnostics.inspect import inspect
 from ds4py.cli.selftest import selftest
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ds4py.cli.flags.shared import DistributedFlags, ModelFlags, local_config
 from ds4py.cli.lock import exclusive
-from ds4py.cli.options import DistributedFlags, ModelFlags, local_config
 from ds4py.cli.signals import stop_signal
 from ds4py.cli.terminal import progress_bar
 from ds4py.config import Environment

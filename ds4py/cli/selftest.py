@@ -12,7 +12,7 @@ import json
 import click
 
 from ds4py import __version__
-from ds4py.cli.options import CONTEXT_SETTINGS
+from ds4py.cli.flags.shared import CONTEXT_SETTINGS
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)

@@ -16,9 +16,8 @@ import click
 
 from ds4py import __version__
 from ds4py.cli import exits
-from ds4py.cli.kv_disk_options import KvDiskFlags, kv_disk_options
-from ds4py.cli.lock import exclusive
-from ds4py.cli.options import (
+from ds4py.cli.flags.disk_cache import KvDiskFlags, kv_disk_options
+from ds4py.cli.flags.shared import (
     CONTEXT_SETTINGS,
     DistributedFlags,
     ModelFlags,
@@ -29,6 +28,7 @@ from ds4py.cli.options import (
     sampling_options,
     take,
 )
+from ds4py.cli.lock import exclusive
 from ds4py.cli.signals import stop_signal
 from ds4py.cli.terminal import progress_bar, start_logging
 from ds4py.config import (

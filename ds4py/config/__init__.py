@@ -18,7 +18,7 @@ from ds4py.config.address import Address as Address
 from ds4py.config.address import RouteEntry as RouteEntry
 from ds4py.config.address import parse_route as parse_route
 from ds4py.errors import ConfigError
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 
 DEFAULT_PORT: Final = 8000
 DEFAULT_PREFILL_CAP: Final = 4096

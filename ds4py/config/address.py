@@ -10,7 +10,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from ds4py.errors import ConfigError
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ import psutil  # type: ignore[import-untyped]  # the package has no annotations
 import torch
 
 from ds4py.contracts import NO_ROOM
-from ds4py.engine import pages
+from ds4py.engine import host_memory
 from ds4py.errors import CapacityError
-from ds4py.models.base import CacheTensor
-from ds4py.quant.kernels.memory import Buffer
+from ds4py.kernels.cache import CacheTensor
+from ds4py.kernels.memory import Buffer
 
 PAGE_TOKENS: Final = 256
 """Tokens for which a session takes memory at a time."""
@@ -218,11 +218,11 @@ class _Part:
         """Let the system have what a session of `held` tokens holds more than one of `kept`."""
         first, end = self.rows(kept), self.rows(held)
         if first == 0:  # all of it, and the seams between the planes
-            pages.give_back(address, self.n_planes * self.n_rows * self.row_bytes)
+            host_memory.give_back(address, self.n_planes * self.n_rows * self.row_bytes)
             return
         for plane in range(self.n_planes):
             start = address + (plane * self.n_rows + first) * self.row_bytes
-            pages.give_back(start, (end - first) * self.row_bytes)
+            host_memory.give_back(start, (end - first) * self.row_bytes)
 
 
 def default_budget(whole: int, device: torch.device) -> int:
@@ -259,7 +259,7 @@ def _reserved(
         ) from error
     if device.type == "cpu":  # or the first row of each plane would cost 2 MiB on some systems
         for tensor in (tensor for slot in slots for tensor in slot):
-            pages.commit_in_small_pages(_address(tensor), tensor.nbytes)
+            host_memory.commit_in_small_pages(_address(tensor), tensor.nbytes)
     return slots
 
 

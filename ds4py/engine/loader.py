@@ -19,12 +19,12 @@ from ds4py.config import ActQuant, KvType, Precision
 from ds4py.engine.device import choose_dtype, rounds_activations
 from ds4py.errors import ModelError
 from ds4py.gguf.file import GgufFile
+from ds4py.layer_range import LayerSpan
+from ds4py.layers.linear import KeepBudget
 from ds4py.models.base import Placement, Shape, Slice, TensorNeed
 from ds4py.models.registry import load_architecture
 from ds4py.quant.formats import FORMATS
-from ds4py.quant.linear import KeepBudget
 from ds4py.quant.tensor import QuantTensor
-from ds4py.spans import LayerSpan
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes of weights loaded, bytes of weights in the slice)."""

@@ -24,9 +24,9 @@ from ds4py.engine.selftest import remember_verdicts
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.fingerprint import fingerprint
+from ds4py.layer_range import LayerSpec, whole_model
 from ds4py.models.base import Identity, Shape, Slice
 from ds4py.models.registry import load_architecture
-from ds4py.spans import LayerSpec, whole_model
 
 log = logging.getLogger(__name__)
 

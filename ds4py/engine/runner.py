@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import (
     ModelCard,
     PlainForm,
@@ -23,17 +24,17 @@ from ds4py.contracts import (
     Started,
     Want,
 )
-from ds4py.engine.answers import answers
 from ds4py.engine.cache_io import load_shard, save_shard, saved_sizes
-from ds4py.engine.graphs import graphed
+from ds4py.engine.cuda_graphs import graphed
+from ds4py.engine.host_staging import Later, Staging, active, staging_for
 from ds4py.engine.kv_pool import KvPool, KvUse
-from ds4py.engine.staging import Later, Staging, active, staging_for
+from ds4py.engine.outputs import answers
 from ds4py.errors import CapacityError, Ds4Error, ModelError
-from ds4py.hidden import F32, HiddenBatch
-from ds4py.models.base import CacheTensor, Segment, Slice
-from ds4py.models.ops.cuda.step import DecodeStep, step_numbers
+from ds4py.kernels.cache import CacheTensor, Segment
+from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
+from ds4py.layer_range import LayerSpan
+from ds4py.models.base import Slice
 from ds4py.snapshot import Capacities, read_shard, write_shard
-from ds4py.spans import LayerSpan
 
 
 @dataclass(slots=True)

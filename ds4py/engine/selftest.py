@@ -22,11 +22,11 @@ import torch
 
 from ds4py import __version__
 from ds4py.config import cache_folder
-from ds4py.models.ops import compare as steps
-from ds4py.models.ops.fused import CACHE_TYPES, Heads
-from ds4py.quant.kernels import compare, jit
-from ds4py.quant.kernels.blocks import LAYOUTS
-from ds4py.quant.kernels.trust import TRUST, Check
+from ds4py.kernels.cpu import compare, jit
+from ds4py.kernels.cpu.blocks import LAYOUTS
+from ds4py.kernels.cpu.fused import CACHE_TYPES, Heads
+from ds4py.kernels.cpu.trust import TRUST, Check
+from ds4py.layers import compare as steps
 
 log = logging.getLogger(__name__)
 

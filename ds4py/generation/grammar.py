@@ -62,7 +62,7 @@ class GrammarKind(StrEnum):
 
 
 class Vocabulary(Protocol):
-    """What is asked of a tokenizer; `ds4py.text.tokenizer.Tokenizer` answers it."""
+    """What is asked of a tokenizer; `ds4py.text.tokenizer.tokenizer.Tokenizer` answers it."""
 
     @property
     def n_vocab(self) -> int:

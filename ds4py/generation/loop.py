@@ -77,7 +77,7 @@ Step = Prefilled | Token | Finished
 
 
 class Chooser(Protocol):
-    """Chooses tokens: a `sampling.Sampler`, or a `steering.SteeredSampler` around one."""
+    """Chooses tokens: a `sampling.Sampler`, or a `logits_processors.SteeredSampler` around one."""
 
     def choose(self, logits: F32) -> Choice:
         """Return the next token for logits `f32[V]`, which are only read."""

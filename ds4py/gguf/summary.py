@@ -17,7 +17,7 @@ from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.metadata import Metadata
 from ds4py.gguf.parse import TensorInfo
-from ds4py.spans import LayerSpan, balanced_cuts
+from ds4py.layer_range import LayerSpan, balanced_cuts
 
 MAX_LAYERS: Final = 1024
 EMBEDDING: Final = "token_embd.weight"

@@ -1,8 +1,8 @@
 """What every architecture module offers, and the checks that all of them need.
 
-Owns: the Protocols of `Shape` and `Slice`, `TensorNeed`, `CacheTensor`. Refuses to know: any
-architecture. Invariant: a slice is built only from tensors that were all checked before the first
-weight was read.
+Owns: the Protocols of `Shape` and `Slice`, `TensorNeed`. Refuses to know: any architecture.
+Invariant: a slice is built only from tensors that were all checked before the first weight was
+read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
-from ds4py.quant.linear import KeepBudget
+from ds4py.kernels.cache import Cache, CacheTensor, Segment
+from ds4py.layer_range import LayerSpan
+from ds4py.layers.linear import KeepBudget
 from ds4py.quant.tensor import QuantTensor
-from ds4py.spans import LayerSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +36,8 @@ class TensorNeed:
     types: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CacheTensor:
-    """One tensor of a session's cache.
-
-    Args:
-        shape: Shape for one session.
-        dtype: Element type.
-        token_axis: Axis along which the tokens' rows lie, the oldest first, as evenly as their
-            number allows; None for memory that a session needs as a whole from its first token.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    token_axis: int | None = None
-
-
 Take = Callable[[str], QuantTensor | None]
 """Hands over a checked tensor, each at most once; None if an optional one is absent."""
-
-Cache = Sequence[torch.Tensor]
-"""One session's cache, as described by `Slice.cache_layout`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive tokens of one session inside a batch.
-
-    Args:
-        cache: The session's cache: rows before `pos0` are read, rows from `pos0` written.
-        pos0: Position of the first token.
-        n_tokens: Tokens, at least 1.
-    """
-
-    cache: Cache
-    pos0: int
-    n_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

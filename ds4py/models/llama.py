@@ -18,30 +18,21 @@ from torch.nn.functional import silu
 
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
-from ds4py.models.base import (
-    Cache,
-    CacheTensor,
-    Identity,
-    Placement,
-    SavedRows,
-    Segment,
-    Take,
-    TensorNeed,
-    positive,
-)
-from ds4py.models.ops.attention import attend_many, attend_one
-from ds4py.models.ops.compare import trusts_steps
-from ds4py.models.ops.cuda.step import DecodeStep
-from ds4py.models.ops.fused import FusedNorm, Heads
-from ds4py.models.ops.fused_layer import FusedLayer, Products, Scratch, place_in
-from ds4py.models.ops.head import OutputHead
-from ds4py.models.ops.kv_rows import KvForm, KvRows
-from ds4py.models.ops.norm import RmsNorm
-from ds4py.models.ops.rope import Rope, RopeParams
-from ds4py.quant.kernels.memory import Buffer
-from ds4py.quant.linear import PackedLinear
+from ds4py.kernels.cache import Cache, CacheTensor, Segment
+from ds4py.kernels.cpu.fused import FusedNorm, Heads
+from ds4py.kernels.cuda.decode_step import DecodeStep
+from ds4py.kernels.memory import Buffer
+from ds4py.layer_range import LayerSpan
+from ds4py.layers.attention import attend_many, attend_one
+from ds4py.layers.compare import trusts_steps
+from ds4py.layers.fused_layer import FusedLayer, Products, Scratch, place_in
+from ds4py.layers.kv_cache import KvForm, KvRows
+from ds4py.layers.linear import PackedLinear
+from ds4py.layers.lm_head import OutputHead
+from ds4py.layers.norm import RmsNorm
+from ds4py.layers.rope import Rope, RopeParams
+from ds4py.models.base import Identity, Placement, SavedRows, Take, TensorNeed, positive
 from ds4py.quant.tensor import QuantTensor
-from ds4py.spans import LayerSpan
 
 _EMBEDDING: Final = "token_embd.weight"
 _NORM: Final = "output_norm.weight"
@@ -303,8 +294,8 @@ class _Layer:
     ) -> None:
         """Update float32 `[B, W]`, one token of each session, and their caches, on a GPU."""
         # here, because they need triton
-        from ds4py.models.ops.cuda.decode_attention import attend_sessions  # noqa: PLC0415
-        from ds4py.models.ops.cuda.rotate_store import rotate_and_store  # noqa: PLC0415
+        from ds4py.kernels.cuda.decode_attention import attend_sessions  # noqa: PLC0415
+        from ds4py.kernels.cuda.rope_store import rotate_and_store  # noqa: PLC0415
 
         products = self._products
         qkv = products.qkv(self._attn_norm(x)).float()
@@ -336,7 +327,7 @@ class _Layer:
 
 def _attend_many(q: torch.Tensor, kv: torch.Tensor, pos0: int) -> torch.Tensor:
     if kv.is_cuda:  # imported here, because it takes torch a second
-        from ds4py.models.ops.cuda.chunk_attention import attend_chunk  # noqa: PLC0415
+        from ds4py.kernels.cuda.chunk_attention import attend_chunk  # noqa: PLC0415
 
         return attend_chunk(q, kv, pos0)
     return attend_many(q, kv, pos0)
@@ -469,7 +460,7 @@ class Slice:
 
 
 class SteppingSlice(Slice):
-    """A slice on a GPU whose decode steps ask the host nothing; see `ops.cuda.step.DecodesSteps`.
+    """A slice on a GPU whose decode steps ask the host nothing; see `DecodesSteps`.
 
     Its caches hold floats: kernels read no codes with scales.
     """

@@ -5,7 +5,8 @@ that generate, what is remembered of conversations, what is measured. Refuses to
 where layers are; everything below is one `Backend`. Invariant: a client never sees a traceback, and
 a client that is gone costs at most one more token or prefill chunk.
 
-A request's way: `app` -> `border` -> `endpoint` -> a dialect (`bodies`, `prompts`; on a helper
-thread of the loop, let in by `intake`) -> `jobs` (crossing down) -> `work` and `reply_events` (on a
-generation thread) -> `jobs` (crossing up) -> `deliver` with the shapes of `replies`.
+A request's way: `http.app` -> `http.middleware` -> `http.endpoint` -> a dialect (`api`,
+`requests.prompts`; on a helper thread of the loop, let in by `http.admission`) -> `requests.queue`
+(crossing down) -> `requests.worker` and `requests.output` (on a generation thread) ->
+`requests.queue` (crossing up) -> `http.sse` with the shapes of `api`.
 """

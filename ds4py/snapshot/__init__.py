@@ -3,13 +3,22 @@
 Owns: what a payload holds and how it is cut by layers; files of payloads (`store`) and the disk
 cache of prefixes (`disk_cache`). Refuses to know: peers, devices, how a model computes.
 
-Reading order: `binary` (words and arrays), `whole` (a session as a value); ds4's form
-(docs/spec/deepseek4-model.md 9): `layout` (sizes), `header` (its words and their checks), `payload`
-(reading, writing); our form (docs/spec/kv-payload.md): `plain`; `forms` (either).
-The disk cache: `kvc` (bytes), `kvc_policy` (decisions), `kvc_files` (a folder), `disk_cache`.
+Reading order: `binary` (words and arrays), `session_state` (a session as a value); ds4's form
+(docs/spec/deepseek4-model.md 9): `layout` (sizes), `header` (its words and their checks),
+`ds4_format` (reading, writing); our form (docs/spec/kv-payload.md): `mha_format`; `formats`
+(either). The disk cache: `kvc` (bytes), `kvc_policy` (decisions), `kvc_files` (a folder),
+`disk_cache`.
 """
 
-from ds4py.snapshot.forms import (
+from ds4py.snapshot.ds4_format import (
+    Shard,
+    read_dsv4,
+    read_dsvl,
+    shard_bytes,
+    write_dsv4,
+    write_dsvl,
+)
+from ds4py.snapshot.formats import (
     SavedShard,
     SavedSizes,
     read_shard,
@@ -19,16 +28,8 @@ from ds4py.snapshot.forms import (
     write_whole,
 )
 from ds4py.snapshot.layout import CacheSizes, Capacities
-from ds4py.snapshot.payload import (
-    Shard,
-    read_dsv4,
-    read_dsvl,
-    shard_bytes,
-    write_dsv4,
-    write_dsvl,
-)
-from ds4py.snapshot.plain import KV_KINDS, KvKind, PlainLayer, PlainShard, PlainSizes
-from ds4py.snapshot.whole import Whole, join, split
+from ds4py.snapshot.mha_format import KV_KINDS, KvKind, PlainLayer, PlainShard, PlainSizes
+from ds4py.snapshot.session_state import Whole, join, split
 
 __all__ = [
     "KV_KINDS",

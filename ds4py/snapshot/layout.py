@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ds4py.spans import LayerSpan
+from ds4py.layer_range import LayerSpan
 
 OVERLAPPED: Final = 4
 """The ratio whose windows overlap, and whose layers have index rows."""

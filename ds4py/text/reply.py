@@ -1,18 +1,18 @@
 """A reply's text taken apart while it arrives: reasoning, content, calls of tools.
 
 Owns: the order of the three, and when a block of calls counts. Refuses to know: tokens, stop
-strings, how the parts are sent, the markup itself (`callformats`). Invariant: however the text is
-cut, the parts add up to the same; what is read as calls is in no other part.
+strings, how the parts are sent, the markup itself (`tool_calls.formats`). Invariant: however the
+text is cut, the parts add up to the same; what is read as calls is in no other part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ds4py.text.block import Block
-from ds4py.text.callformats import CallFormat
 from ds4py.text.parts import CallArguments, Content, Part, Reasoning
 from ds4py.text.reasoning import ReasoningSplitter, n_begun
+from ds4py.text.tool_calls.block import Block
+from ds4py.text.tool_calls.formats import CallFormat
 
 
 class ReplySplitter:

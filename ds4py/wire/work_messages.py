@@ -1,7 +1,7 @@
 """WORK and RESULT: a span goes out, its answer comes back (spec 2.3, 2.4).
 
 Owns: their layout, what a hop rewrites when it forwards (5.4) and relays (5.6). Refuses to know:
-whether the values make sense for a model (`ds4py.cluster.checks`). Invariant: as in
+whether the values make sense for a model (`ds4py.peer.validation`). Invariant: as in
 `ds4py.wire.messages`, which is the door to all messages.
 """
 

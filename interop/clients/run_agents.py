@@ -185,7 +185,7 @@ def main() -> int:
     if not chosen:
         parser.error("name at least one program")
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
-    logging.getLogger("ds4py.server.endpoint").setLevel(logging.INFO)
+    logging.getLogger("ds4py.server.http.endpoint").setLevel(logging.INFO)
     done = [work(name, program) for name, program in chosen]
     return 0 if all(done) else 1
 

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ds4py.contracts import CacheForm, ModelCard
+from ds4py.layer_range import LayerSpan, whole_model
 from ds4py.snapshot import (
     KV_KINDS,
     CacheSizes,
@@ -35,7 +36,6 @@ from ds4py.snapshot import (
 )
 from ds4py.snapshot.kvc import ABI_DS4, ABI_OWN, Flag, KvcHeader, Reason, crc_of, write_trailer
 from ds4py.snapshot.kvc_policy import CacheIdentity
-from ds4py.spans import LayerSpan, whole_model
 from ds4py.wire.extensions import Alive, Cancel, Drop, Fork, HopLost, PeerHello, encode_peer_hello
 from ds4py.wire.frames import Buffer
 from ds4py.wire.messages import (

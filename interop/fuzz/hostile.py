@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from typing import Final
 from unittest import mock
 
-from ds4py.cluster import worker as worker_module
 from ds4py.config import Address, SocketConfig
 from ds4py.errors import ConnectError
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType
+from ds4py.worker import worker as worker_module
 from interop.fuzz import corpus
 from interop.fuzz.damage import RawFrame
 from interop.fuzz.target import LOGS

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ds4py.text.callformats import DSML, CallFormat, format_of
-from ds4py.text.deepseek4_tokens import Marker
+from ds4py.text.tokenizer.deepseek4_tokens import Marker
+from ds4py.text.tool_calls.formats import DSML, CallFormat, format_of
 
 Json = dict[str, Any]
 

@@ -26,12 +26,12 @@ from unittest import mock
 import numpy as np
 import psutil
 
-from ds4py.cluster import port as port_module
-from ds4py.cluster import reception as reception_module
 from ds4py.config import Address
 from ds4py.contracts import Session, SliceRunner
+from ds4py.coordinator.relay import listener as port_module
+from ds4py.coordinator.relay import registration as reception_module
 from ds4py.errors import Ds4Error
-from ds4py.spans import LayerSpan, whole_model
+from ds4py.layer_range import LayerSpan, whole_model
 from ds4py.transport.sockets import listen
 from ds4py.wire.extensions import decode_peer_hello
 from ds4py.wire.frames import Frame, FrameType, coordinator_limits

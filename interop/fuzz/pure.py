@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ds4py.cluster.checks import (
+from ds4py.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from ds4py.peer.validation import (
     AcceptedResult,
     AcceptedWork,
     Awaited,
@@ -26,7 +27,6 @@ from ds4py.cluster.checks import (
     check_result,
     check_work,
 )
-from ds4py.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from ds4py.wire.conversation import Conversation, Role
 from ds4py.wire.extensions import decode_notice, decode_peer_hello, encode_peer_hello
 from ds4py.wire.frames import (

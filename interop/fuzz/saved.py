@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from ds4py.errors import SnapshotError
+from ds4py.layer_range import LayerSpan
 from ds4py.snapshot import (
     PlainShard,
     join,
@@ -40,7 +41,6 @@ from ds4py.snapshot.kvc import (
     write_trailer,
 )
 from ds4py.snapshot.kvc_policy import file_name
-from ds4py.spans import LayerSpan
 from interop.fuzz import corpus
 from interop.fuzz.damage import change_word, damage_bytes
 from interop.fuzz.target import Target

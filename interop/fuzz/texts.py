@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.bodies.chat import ChatRequest, read_chat
-from ds4py.server.bodies.completions import CompletionRequest, read_completion
-from ds4py.server.bodies.messages import MessagesRequest, read_messages
-from ds4py.server.bodies.options import Options
-from ds4py.server.bodies.responses import ResponsesRequest, read_responses
+from ds4py.server.api.chat.request import ChatRequest, read_chat
+from ds4py.server.api.completions.request import CompletionRequest, read_completion
+from ds4py.server.api.messages.request import MessagesRequest, read_messages
+from ds4py.server.api.options import Options
+from ds4py.server.api.responses.request import ResponsesRequest, read_responses
 from ds4py.text.reasoning import THINK_END
 from interop.fuzz import http_corpus as corpus
 from interop.fuzz.damage import damage_bytes, damage_json

@@ -20,7 +20,7 @@ import h11
 import msgspec
 
 from ds4py.config import Address
-from ds4py.server.serve import MAX_HEADER_BYTES
+from ds4py.server.http.server import MAX_HEADER_BYTES
 from interop.fuzz import http_corpus as corpus
 from interop.fuzz.damage import damage_bytes, damage_json
 from interop.fuzz.hostile import call, soon

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Final
 
-from ds4py.hidden import WIDTHS
-from ds4py.spans import balanced_cuts
+from ds4py.activations import WIDTHS
+from ds4py.layer_range import balanced_cuts
 
 C: Final = "c"
 PY: Final = "py"

@@ -2,7 +2,7 @@
 
 Owns: the questions, and greedy answers of a model whose layers are cut as on a route. Refuses to
 know: sockets, processes. Invariant: between two parts hidden states take the width of the route,
-packed by the reference codec of `ds4py.hidden`, which no route uses.
+packed by the reference codec of `ds4py.activations`, which no route uses.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Final
 
 import numpy as np
 
+from ds4py.activations import F32, HiddenBatch
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Want
 from ds4py.engine.open import open_runner
-from ds4py.hidden import F32, HiddenBatch
+from ds4py.layer_range import LayerSpec
 from ds4py.runtime import load_text
-from ds4py.spans import LayerSpec
-from ds4py.text.tokenizer import Tokenizer
+from ds4py.text.tokenizer.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, str]]
 

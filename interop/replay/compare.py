@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ds4py import hidden
-from ds4py.hidden import F32
+from ds4py import activations
+from ds4py.activations import F32
 from ds4py.wire.frames import Buffer, printable
 from ds4py.wire.messages import Message, Result, ResultKind, Telemetry, Work
 from interop.replay.recording import N_LAYERS
@@ -211,7 +211,7 @@ def _compare_hidden(
     if expected.nbytes != got.nbytes or not expected.nbytes:
         found.equal(f"{name} bytes", expected.nbytes, got.nbytes)
         return
-    own, live = (np.float64(hidden.unpack(part, bits)).reshape(rows, -1) for part in packed)
+    own, live = (np.float64(activations.unpack(part, bits)).reshape(rows, -1) for part in packed)
     distances = np.sqrt(np.square(live - own).mean(1) / np.square(own).mean(1))
     found.near(name, f"hidden at {bits} bits", distances)
 

@@ -10,10 +10,7 @@ import time
 from contextlib import ExitStack
 from typing import Final
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.pool import ClusterBackend
-from ds4py.cluster.port import CoordinatorPort
-from ds4py.cluster.worker import Worker
+from ds4py.activations import F32
 from ds4py.config import (
     Address,
     CoordinatorConfig,
@@ -23,10 +20,13 @@ from ds4py.config import (
     WorkerConfig,
 )
 from ds4py.contracts import Session
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.coordinator.session_pool import ClusterBackend
 from ds4py.engine.open import open_runner, read_model
-from ds4py.hidden import F32
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import Listener
+from ds4py.worker.worker import Worker
 from interop.replay.recording import RAW_CAP, Call, Scenario
 from tests import golden
 

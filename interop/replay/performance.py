@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
+from ds4py.activations import F32
 from ds4py.config import Address
 from ds4py.errors import Ds4Error, PeerClosedError
-from ds4py.hidden import F32
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import EXT_HELLO, HEADER_BYTES

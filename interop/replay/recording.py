@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal
 
-from ds4py.hidden import F32
+from ds4py.activations import F32
 from ds4py.wire.frames import coordinator_limits, hello_limits, worker_limits
 from ds4py.wire.messages import ErrorText, Message, SaveRequest, SnapshotChunk, decode
 from tests import golden

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from ds4py import hidden
+from ds4py import activations
+from ds4py.activations import HiddenBatch
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
 from ds4py.engine import LocalRunner, open_runner
-from ds4py.engine.graphs import CudaRecorder, GraphedDecode
-from ds4py.engine.staging import HostMemory, StreamStaging
-from ds4py.hidden import HiddenBatch
-from ds4py.models.base import CacheTensor, Segment
-from ds4py.models.ops.attention import attend_many
-from ds4py.models.ops.cuda.step import DecodeStep, step_numbers
-from ds4py.models.ops.rope import Rope, RopeParams
-from ds4py.spans import LayerSpec
+from ds4py.engine.cuda_graphs import CudaRecorder, GraphedDecode
+from ds4py.engine.host_staging import HostMemory, StreamStaging
+from ds4py.kernels.cache import CacheTensor, Segment
+from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
+from ds4py.layer_range import LayerSpec
+from ds4py.layers.attention import attend_many
+from ds4py.layers.rope import Rope, RopeParams
 from tests.toys import toy_llama
 
 pytestmark = pytest.mark.cuda
@@ -48,7 +48,7 @@ def test_states_travel_both_ways_in_page_locked_memory(bits: int) -> None:
     there = staging.upload(packed)
     batch = staging.download(there, bits)()
     assert memory.used == batch.data.nbytes
-    assert bytes(batch.data) == hidden.pack(packed.unpack(), bits)
+    assert bytes(batch.data) == activations.pack(packed.unpack(), bits)
     del batch
     assert memory.used == 0
 
@@ -134,8 +134,8 @@ class OneLayer:
         return [torch.full(self.form.shape, torch.nan, dtype=self.form.dtype, device=CUDA)]
 
     def decode_step(self, step: DecodeStep) -> torch.Tensor:
-        from ds4py.models.ops.cuda.decode_attention import attend_sessions
-        from ds4py.models.ops.cuda.rotate_store import rotate_and_store
+        from ds4py.kernels.cuda.decode_attention import attend_sessions
+        from ds4py.kernels.cuda.rope_store import rotate_and_store
 
         x = self._embedding[step.tokens] if step.hidden is None else step.hidden
         qkv = x @ self._qkv
@@ -168,7 +168,7 @@ def test_replayed_steps_equal_computed_ones_for_any_sessions(dtype: torch.dtype)
 def test_a_chunk_in_bfloat16_goes_to_the_flash_kernel(pos0: int) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from ds4py.models.ops.cuda.chunk_attention import attend_chunk
+    from ds4py.kernels.cuda.chunk_attention import attend_chunk
 
     kv = torch.randn(4, 400, 64, device=CUDA).bfloat16()
     q = torch.randn(200, 2, 4, 64, device=CUDA)

@@ -1,6 +1,6 @@
 """The Triton kernels on a GPU, at the sizes of real models, against the decoders.
 
-`tests/unit/quant/test_cuda_kernels.py` covers odd sizes, on a GPU too. Here stand the properties
+`tests/unit/kernels/cuda/test_linear.py` covers odd sizes, on a GPU too. Here stand the properties
 that only a device has: large offsets, streams that nobody waits for, graphs.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds4py.quant.experts import ExpertGroups, ExpertProduct
+from ds4py.kernels import cuda
+from ds4py.kernels.cuda.layouts import LAYOUTS
+from ds4py.layers.experts import ExpertGroups, ExpertProduct
 from ds4py.quant.formats import FORMATS
-from ds4py.quant.kernels import cuda
-from ds4py.quant.kernels.cuda.layouts import LAYOUTS
 from ds4py.quant.tensor import QuantTensor
 from tests.quant_blocks import HALF_OFFSETS, any_blocks
 

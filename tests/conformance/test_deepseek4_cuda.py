@@ -10,9 +10,9 @@ import torch
 
 from ds4py.engine.loader import load_slice
 from ds4py.gguf.file import GgufFile
-from ds4py.models.base import Segment
+from ds4py.kernels.cache import Segment
+from ds4py.layer_range import whole_model
 from ds4py.models.deepseek4 import Slice
-from ds4py.spans import whole_model
 from tests import golden
 
 pytestmark = pytest.mark.cuda

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds4py.text.bpe import BYTE_ALPHABET
-from ds4py.text.deepseek4 import message_parts
-from ds4py.text.deepseek4_tokens import Marker
-from ds4py.text.pretokenize import split_rule
+from ds4py.text.chat_formats.deepseek4 import message_parts
 from ds4py.text.stream import TextStream
+from ds4py.text.tokenizer.bpe import BYTE_ALPHABET
+from ds4py.text.tokenizer.deepseek4_tokens import Marker
+from ds4py.text.tokenizer.pretokenize import split_rule
 from tests import golden
 from tests.unit.text import tiny_deepseek4 as tiny
 

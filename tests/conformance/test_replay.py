@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from ds4py.cluster import session
+from ds4py.coordinator import session
 from ds4py.wire.messages import (
     ErrorText,
     Hello,

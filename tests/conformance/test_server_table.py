@@ -50,7 +50,9 @@ def test_every_statement_needs_a_test_and_every_test_a_statement(numbers: list[i
 
 
 def test_a_test_elsewhere_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "ELSEWHERE", {1: ("tests/unit/cli/test_history.py::test_gone",)})
+    monkeypatch.setattr(
+        table, "ELSEWHERE", {1: ("tests/unit/cli/chat/test_line_history.py::test_gone",)}
+    )
     with pytest.raises(ValueError, match="test_gone"):
         proofs()
 

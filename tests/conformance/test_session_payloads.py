@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4py.activations import F32
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.cache_io import load_shard, save_shard
-from ds4py.hidden import F32
+from ds4py.layer_range import LayerSpan
 from ds4py.snapshot import (
     CacheSizes,
     Capacities,
@@ -26,7 +27,6 @@ from ds4py.snapshot import (
     write_dsvl,
 )
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES
-from ds4py.spans import LayerSpan
 from tests import golden
 
 SIZES = CacheSizes(

@@ -20,7 +20,7 @@ import pytest
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
 from ds4py.engine import LocalRunner, open_runner
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 from tests.golden import load_json, load_npz
 from tests.models import smollm2_path
 
@@ -110,7 +110,7 @@ import json, sys, psutil
 from pathlib import Path
 from ds4py.config import EngineConfig
 from ds4py.engine import open_runner
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 
 process = psutil.Process()
 config = EngineConfig(model=Path(sys.argv[1]), precision="bf16", device="cpu", threads=1, n_slots=4)

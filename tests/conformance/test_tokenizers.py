@@ -9,9 +9,9 @@ import pytest
 
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.kinds import MetaValue
-from ds4py.text.bpe import BYTE_ALPHABET
-from ds4py.text.chat import ChatTemplate
-from ds4py.text.tokenizer import Tokenizer, load_tokenizer
+from ds4py.text.chat_formats.template import ChatTemplate
+from ds4py.text.tokenizer.bpe import BYTE_ALPHABET
+from ds4py.text.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests import golden
 from tests.models import gemma3_path, smollm2_path
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds4py import hidden
-from ds4py.cluster.checks import (
+from ds4py import activations
+from ds4py.errors import RemoteProtocolError
+from ds4py.layer_range import LayerSpan
+from ds4py.peer.validation import (
     AcceptedResult,
     AcceptedWork,
     Awaited,
@@ -21,8 +23,6 @@ from ds4py.cluster.checks import (
     check_result,
     check_work,
 )
-from ds4py.errors import RemoteProtocolError
-from ds4py.spans import LayerSpan
 from ds4py.wire.conversation import Conversation, Role
 from ds4py.wire.frames import (
     FrameReader,
@@ -497,21 +497,21 @@ def test_the_example_work_is_accepted_by_its_worker():
 @pytest.mark.parametrize("bits", [16, 8])
 def test_activations_pack_and_unpack_as_in_the_reference(bits):
     vectors = golden.load_npz("activation_vectors.npz")
-    packed = hidden.pack(vectors["input"], bits)
+    packed = activations.pack(vectors["input"], bits)
     assert packed == vectors[f"f{bits}_packed"].tobytes()
-    unpacked = hidden.unpack(packed, bits)
+    unpacked = activations.unpack(packed, bits)
     assert unpacked.tobytes() == vectors[f"f{bits}_unpacked"].tobytes()
 
 
 def test_every_8_bit_code_decodes_as_in_the_reference():
     table = golden.load_npz("activation_vectors.npz")["f8_table"]
-    assert hidden.unpack(bytes(range(256)), 8).tobytes() == table.tobytes()
+    assert activations.unpack(bytes(range(256)), 8).tobytes() == table.tobytes()
 
 
 def test_every_16_bit_code_decodes_as_in_the_reference():
     table = golden.load_npz("activation_vectors.npz")["f16_table"]
     codes = np.arange(1 << 16, dtype="<u2")
-    got = hidden.unpack(codes.tobytes(), 16)
+    got = activations.unpack(codes.tobytes(), 16)
     assert np.array_equal(got.view("<u4"), table.view("<u4"))
 
 

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds4py.cluster import worker as worker_module
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.port import CoordinatorPort
 from ds4py.config import Address, CoordinatorConfig
 from ds4py.contracts import ModelCard
-from ds4py.spans import LayerSpan
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.layer_range import LayerSpan
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import (
     FrameReader,
@@ -24,6 +23,7 @@ from ds4py.wire.frames import (
     encode_frame,
 )
 from ds4py.wire.messages import ErrorText, Result, decode
+from ds4py.worker import worker as worker_module
 from tests import golden
 from tests.clusters import SOCKETS, start_worker, wait_until
 from tests.fake_runner import FakeRunner

@@ -28,11 +28,11 @@ from starlette.routing import Route
 
 from ds4py.config import SamplingParams, ServerConfig
 from ds4py.errors import RequestError
-from ds4py.server.app import create_app
 from ds4py.server.errors import error_response, json_response
-from ds4py.server.prompts import TextStack
-from ds4py.server.serve import HttpServer
-from ds4py.text.chat import ChatTemplate
+from ds4py.server.http.app import create_app
+from ds4py.server.http.server import HttpServer
+from ds4py.server.requests.prompts import TextStack
+from ds4py.text.chat_formats.template import ChatTemplate
 from tests.fakes import FakeBackend
 from tests.toys import CHATML
 from tests.unit.server.support import DEADLINE, backend, text_stack

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.session import ClusterSession
-from ds4py.cluster.worker import Worker
+from ds4py.activations import F32
 from ds4py.config import CoordinatorConfig, EngineConfig, PrefillTuning, WorkerConfig
 from ds4py.contracts import SessionId
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.session import ClusterSession
 from ds4py.engine.open import open_runner, read_model
-from ds4py.hidden import F32
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
+from ds4py.worker.worker import Worker
 from tests.e2e.support import ANY_PORT, SOCKETS, route
 from tests.processes import wait_for
 

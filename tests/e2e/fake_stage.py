@@ -19,11 +19,11 @@ from __future__ import annotations
 import sys
 import threading
 
-from ds4py.cluster import worker as worker_module
-from ds4py.cluster.worker import Worker
 from ds4py.config import Address
 from ds4py.contracts import SliceOutput, SliceWork
 from ds4py.errors import ModelError
+from ds4py.worker import worker as worker_module
+from ds4py.worker.worker import Worker
 from tests.clusters import span, start_worker
 from tests.fake_runner import FakeRunner
 

@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.pool import ClusterBackend
-from ds4py.cluster.port import CoordinatorPort
-from ds4py.cluster.registry import LinkId
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry
 from ds4py.contracts import Session
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.coordinator.relay.registry import LinkId
+from ds4py.coordinator.session_pool import ClusterBackend
 from ds4py.transport.sockets import Listener
 from tests.clusters import ANY_PORT, SOCKETS, span, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits

@@ -13,7 +13,6 @@ import click
 import openai
 
 from ds4py.cli import exits
-from ds4py.cluster.worker import Worker
 from ds4py.config import (
     Address,
     CoordinatorConfig,
@@ -28,6 +27,7 @@ from ds4py.config import (
 from ds4py.generation.loop import Token, generate
 from ds4py.generation.sampling import Sampler
 from ds4py.gguf.file import GgufFile
+from ds4py.layer_range import LayerSpec
 from ds4py.runtime import (
     Node,
     open_disk_cache,
@@ -37,7 +37,7 @@ from ds4py.runtime import (
     serve_http,
 )
 from ds4py.snapshot.disk_cache import DiskCacheOptions
-from ds4py.spans import LayerSpec
+from ds4py.worker.worker import Worker
 from tests.processes import Server, WorkerProgram, read_health, running, stage_sums, wait_for
 from tests.toys import toy_llama
 

@@ -2,18 +2,21 @@
 
 What is tested elsewhere and not again here:
 
-- byte by byte at a coordinator's door: `unit/cluster/test_coordinator`, `conformance/statements`
-  (71); a snapshot that comes or is taken too slowly: `unit/cluster/test_shard_service`
+- byte by byte at a coordinator's door: `unit/coordinator/relay/test_coordinator`,
+`conformance/statements`
+  (71); a snapshot that comes or is taken too slowly: `unit/worker/test_kv_transfer`
 - callers that say nothing: `conformance/statements` (70, 71); too many connections at once:
-  `unit/cluster/test_worker`; peers that fall silent later: `unit/cluster/test_standby`
+  `unit/worker/test_worker`; peers that fall silent later: `unit/coordinator/relay/test_standby`
 - the same slice twice, by other hosts or other ds4py: `conformance/statements` (16),
-  `unit/cluster/test_introductions`, `unit/cluster/test_registry`
-- wildcard addresses: `unit/transport/test_sockets`, `unit/cluster/test_forwarding`, and that none
+  `unit/peer/test_introductions`, `unit/coordinator/relay/test_registry`
+- wildcard addresses: `unit/transport/test_sockets`, `unit/worker/test_forwarding`, and that none
   is advertised `e2e/test_faults`; an unreachable next hop of a hand-made route:
-  `unit/cluster/test_forwarding`; of a saved session: `unit/cluster/test_snapshot_hops`
-- a worker that takes nothing: `unit/cluster/test_pipeline`; a driver that reads nothing while
-  others are served: `unit/cluster/test_worker`
-- answers out of order: `unit/cluster/test_pipeline`, `unit/cluster/test_forwarding`; to nobody's
+  `unit/worker/test_forwarding`; of a saved session: `unit/coordinator/relay/test_kv_transfer_hops`
+- a worker that takes nothing: `unit/coordinator/relay/test_pipeline`; a driver that reads nothing
+while
+  others are served: `unit/worker/test_worker`
+- answers out of order: `unit/coordinator/relay/test_pipeline`, `unit/worker/test_forwarding`; to
+nobody's
   question, or for another span: the same
 - HTTP and TLS on every port: `e2e/test_faults`; lengths beyond all limits: `conformance/statements`
   (8); anything else that bytes can be: `conformance/test_fuzz`
@@ -36,16 +39,16 @@ import numpy as np
 import psutil
 import pytest
 
-from ds4py.cluster import port as port_module
-from ds4py.cluster import worker as worker_module
-from ds4py.cluster.worker import Worker
 from ds4py.config import Address, CoordinatorConfig, SocketConfig, WorkerConfig
 from ds4py.contracts import Session, SliceWork, Want
+from ds4py.coordinator.relay import listener as port_module
 from ds4py.errors import Ds4Error, RemoteWorkError, TransportError, TransportTimeoutError
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import connect, listen, local_address
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import Result, ResultKind, encode
+from ds4py.worker import worker as worker_module
+from ds4py.worker.worker import Worker
 from tests.by_hand import PROMPT, QUICK, WHOLE, by_hand, ended, good, joined, n_workers, serve
 from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, span, start_worker, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
@@ -60,7 +63,7 @@ from tests.peers import (
     take_work,
 )
 from tests.sockets import Background, read_to_end
-from tests.unit.cluster.extended import exchange, peer_hello
+from tests.unit.peer.extended import exchange, peer_hello
 
 HOP = entry(WHOLE)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds4py.bench.frontiers import CSV_HEADER
+from ds4py.bench.context_sweep import CSV_HEADER
 from tests.processes import Answer, Launcher, run
 from tests.toys import toy_llama
 

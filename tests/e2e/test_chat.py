@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ds4py.api.chat import next_turn_ids
-from ds4py.cli.history import LIMIT
+from ds4py.cli.chat.line_history import LIMIT
 from tests.e2e.support import Alone
 from tests.processes import DEADLINE, Launcher, environment, free_port, installed, run
 

@@ -14,9 +14,9 @@ from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 
 from ds4py.errors import RemoteWorkError, RequestError
-from ds4py.server.events import EventLog
-from ds4py.server.meter import Meter
-from ds4py.server.stats import Stats
+from ds4py.server.observability.console_stats import Stats
+from ds4py.server.observability.event_log import EventLog
+from ds4py.server.observability.request_metrics import Meter
 from tests.e2e.console_page import (
     Consoles,
     browser,
@@ -28,7 +28,7 @@ from tests.e2e.console_page import (
 )
 from tests.fakes import Gate
 from tests.sockets import Background
-from tests.unit.server.measured import STAGES, Backend, Clock, watched
+from tests.unit.server.observability.measured import STAGES, Backend, Clock, watched
 from tests.unit.server.support import DEADLINE, backend
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())

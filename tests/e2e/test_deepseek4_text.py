@@ -14,14 +14,14 @@ from typing import Any, cast
 import openai
 import pytest
 
-from ds4py.cli import local, remote
-from ds4py.cli.answer import Question, show
+from ds4py.cli.chat import local, remote
+from ds4py.cli.chat.printing import Question, show
 from ds4py.cli.client import client as cli_command
 from ds4py.config import Address, CoordinatorConfig, EngineConfig, SamplingParams
 from ds4py.runtime import Node, open_node
-from ds4py.server.prompts import TextStack
-from ds4py.text.deepseek4 import MAX_MIN_CONTEXT
-from ds4py.text.deepseek4_tokens import Marker
+from ds4py.server.requests.prompts import TextStack
+from ds4py.text.chat_formats.deepseek4 import MAX_MIN_CONTEXT
+from ds4py.text.tokenizer.deepseek4_tokens import Marker
 from tests import golden
 from tests.e2e.support import GREEDY, SOCKETS, command, engine
 from tests.fakes import FakeBackend

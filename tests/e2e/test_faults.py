@@ -18,7 +18,7 @@ import pytest
 from ds4py.config import Address, SocketConfig
 from ds4py.contracts import SliceWork
 from ds4py.errors import Ds4Error, ModelError
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import listen
 from ds4py.wire.extensions import EXT_HELLO
 from ds4py.wire.frames import FrameType

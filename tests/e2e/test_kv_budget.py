@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.pool import ClusterBackend
-from ds4py.cluster.session import ClusterSession
-from ds4py.cluster.worker import Worker
 from ds4py.config import CoordinatorConfig, EngineConfig, PrefillTuning, RouteEntry
 from ds4py.contracts import Session, SessionId, SliceOutput, SliceWork, Want
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.session import ClusterSession
+from ds4py.coordinator.session_pool import ClusterBackend
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.open import read_model
 from ds4py.errors import CapacityError
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
+from ds4py.worker.worker import Worker
 from tests.clusters import DEADLINE, SOCKETS, cluster, start_worker, wait_until
 from tests.fake_runner import reference_logits
 from tests.toys import toy_llama

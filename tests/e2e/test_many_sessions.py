@@ -1,8 +1,8 @@
 """Many sessions over one route: each gets the tokens of a solo run, and nobody waits for long.
 
 What is counted here, not timed: how many chunks of somebody's prompt a stage begins while a token
-waits for it. Whose turn it is at one device: `unit/cluster/test_turns`; the second connection and
-its losses: `unit/cluster/test_lanes`.
+waits for it. Whose turn it is at one device: `unit/stage/test_scheduler`; the second connection and
+its losses: `unit/coordinator/relay/test_hop_channels`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4py.cluster.device import DeviceThread
 from ds4py.config import CoordinatorConfig, PrefillTuning, WorkerConfig, WorkerTuning
 from ds4py.contracts import Session, SliceWork
+from ds4py.layer_range import LayerSpec
 from ds4py.runtime import Node, join_cluster, open_doors, open_node, open_worker
-from ds4py.spans import LayerSpec
+from ds4py.stage.executor import DeviceThread
 from tests.clusters import ANY_PORT, DEADLINE, Cluster, cluster, start_worker, wait_until
 from tests.e2e.support import SOCKETS, Alone, endless_toy, engine, route
 from tests.fake_runner import FakeRunner, reference_logits

@@ -54,12 +54,15 @@ def test_a_worker_with_another_model_is_refused_on_both_sides(
             server = stack.enter_context(coordinator(toy, route=route(stranger)))
 
         def said(*rooms: str) -> bool:
-            names = {f"ds4py.cluster.{room}" for room in rooms}
+            names = {f"ds4py.{room}" for room in rooms}
             lines = [r.getMessage() for r in caplog.records if r.name in names]
             return any(reason in line for line in lines)
 
-        wait_for(lambda: said("worker", "upstream"), "the worker says why")
-        wait_for(lambda: said("coordinator", "dialer"), "the coordinator says why")
+        wait_for(lambda: said("worker.worker", "worker.connection"), "the worker says why")
+        wait_for(
+            lambda: said("coordinator.relay.coordinator", "coordinator.relay.dialer"),
+            "the coordinator says why",
+        )
         assert server.health()["missing"] == "layers 0-5 and the output head"
 
 

@@ -1,6 +1,6 @@
 """Sessions whose prompts begin alike: the common head is copied, and no answer shows it.
 
-Counted is what stages evaluate and copy. Which notices a worker heeds: `unit/cluster/test_forks`.
+Counted is what stages evaluate and copy. Which notices a worker heeds: `unit/worker/test_forks`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.heads import MIN_SAVED
-from ds4py.cluster.pool import ClusterBackend
-from ds4py.cluster.worker import Worker
 from ds4py.config import CoordinatorConfig, PrefillTuning, RouteEntry, WorkerConfig
 from ds4py.contracts import Session, SliceWork
+from ds4py.coordinator.prefix_sharing import MIN_SAVED
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.session_pool import ClusterBackend
 from ds4py.errors import CancelledError
+from ds4py.layer_range import LayerSpec
 from ds4py.runtime import Node, join_cluster, open_doors, open_node, open_worker
-from ds4py.spans import LayerSpec
 from ds4py.wire.extensions import FORK
+from ds4py.worker.worker import Worker
 from tests.clusters import ANY_PORT, DEADLINE, Cluster, cluster, span, start_worker, wait_until
 from tests.e2e.support import SOCKETS, Alone, endless_toy, engine, route
 from tests.fake_runner import FakeRunner, card, reference_logits

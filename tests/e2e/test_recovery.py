@@ -13,9 +13,10 @@ What is tested elsewhere and not again here:
 - real programs and models, killed or stopped anywhere in prefill and decode, and their clients over
   HTTP: `test_faults`, `test_extensions`; in the middle of a large WORK of the coordinator, or of a
   RESULT by hand: `test_faults`; in a snapshot: `test_snapshots`
-- a stage that comes back does not displace the one that stood by: `unit/cluster/test_standby`
-- the same promises by hand-made peers, frame by frame: `unit/cluster/test_pipeline`,
-  `unit/cluster/test_forwarding`, `unit/cluster/test_notices`, `conformance/statements` (66 to 68)
+- a stage that comes back does not displace the one that stood by:
+`unit/coordinator/relay/test_standby` - the same promises by hand-made peers, frame by frame:
+`unit/coordinator/relay/test_pipeline`,
+  `unit/worker/test_forwarding`, `unit/worker/test_notices`, `conformance/statements` (66 to 68)
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from ds4py.cluster import coordinator as coordinator_module
 from ds4py.contracts import Session
+from ds4py.coordinator.relay import coordinator as coordinator_module
 from ds4py.errors import RouteIncompleteError
 from ds4py.wire.frames import ExtType
 from tests.clusters import wait_until

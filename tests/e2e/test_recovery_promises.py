@@ -19,8 +19,8 @@ import pytest
 from ds4py.config import Address, ServerConfig
 from ds4py.contracts import Session
 from ds4py.errors import TransportError
-from ds4py.server.app import create_app
-from ds4py.server.serve import HttpServer
+from ds4py.server.http.app import create_app
+from ds4py.server.http.server import HttpServer
 from ds4py.transport.sockets import listen, local_address
 from ds4py.wire.frames import ExtType, FrameType
 from tests.clusters import ANY_PORT, wait_until

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.session import ClusterSession
-from ds4py.cluster.worker import Worker
+from ds4py.activations import F32
 from ds4py.config import CoordinatorConfig, EngineConfig, KvType, WorkerConfig
 from ds4py.contracts import SessionId
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.session import ClusterSession
 from ds4py.engine import open_runner
 from ds4py.engine.open import read_model
 from ds4py.errors import RemoteWorkError, SnapshotError, TransportError
-from ds4py.hidden import F32
+from ds4py.layer_range import LayerSpan, LayerSpec
 from ds4py.snapshot import CacheSizes, Shard, read_dsvl
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES
 from ds4py.snapshot.store import read_session, write_session
-from ds4py.spans import LayerSpan, LayerSpec
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType, encode_frame
+from ds4py.worker.worker import Worker
 from tests import golden
 from tests.e2e.cuts import coordinator_of
 from tests.e2e.support import ANY_PORT, SOCKETS, engine, route

@@ -20,10 +20,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from ds4py.activations import HiddenBatch
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
 from ds4py.engine import LocalRunner, open_runner
-from ds4py.hidden import HiddenBatch
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 from tests.numerics.modes import SIZES, Mode
 from tests.numerics.truths import F32, Truth, path_of
 

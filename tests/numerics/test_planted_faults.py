@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from ds4py.errors import KernelError
+from ds4py.kernels import memory
+from ds4py.kernels.cpu import fused, gemv
+from ds4py.kernels.cpu import linear as cpu
+from ds4py.layers import attention
 from ds4py.models import llama
 from ds4py.models.deepseek4.attention import GroupedOutput
-from ds4py.models.ops import attention, fused
-from ds4py.quant.kernels import cpu, memory, rows
 from tests.numerics.measure import Found, measure_layers
 from tests.numerics.modes import Mode, defaults, row_of
 from tests.numerics.truths import FILES, truth
@@ -90,13 +92,13 @@ class Twisted:
 
 def plant_in_product(monkeypatch, which, twist) -> None:
     """Change what the product of some rows gets, where `which(count, alone)`."""
-    real = rows._product
+    real = gemv._product
 
     def product(form: str, count: int, *, alone: bool):
         kernel = real(form, count, alone=alone)
         return Twisted(kernel, twist) if which(count, alone) else kernel
 
-    monkeypatch.setattr(rows, "_product", product)
+    monkeypatch.setattr(gemv, "_product", product)
 
 
 STRIDE, CODES = 9, 4

@@ -20,7 +20,7 @@ from ds4py.config import (
     read_environment,
 )
 from ds4py.errors import ConfigError
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 
 # variable, room and field, smallest, largest, default
 RANGED = [

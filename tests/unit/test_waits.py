@@ -22,9 +22,9 @@ from itertools import cycle
 
 import pytest
 
-from ds4py.cluster.mailbox import Mailbox
-from ds4py.cluster.places import Places
+from ds4py.stage.mailbox import Mailbox
 from ds4py.transport.sockets import set_timeout
+from ds4py.worker.credits import Places
 
 N_WAITS = 10_000
 LONGEST = 2.0

@@ -13,16 +13,16 @@ from typing import Final
 
 import torch
 
+from ds4py.layers.norm import RmsNorm
 from ds4py.models.deepseek4.attend import Keys, attend, finished_mask, recent_mask
 from ds4py.models.deepseek4.cache import CompressedCache, LayerCache
 from ds4py.models.deepseek4.compressor import Compressor
 from ds4py.models.deepseek4.indexer import Indexer, IndexQueries, choose_rows
-from ds4py.models.deepseek4.products import Linear, Weights
+from ds4py.models.deepseek4.linear import Linear, Weights
 from ds4py.models.deepseek4.rotary import rotate_
 from ds4py.models.deepseek4.rounding import round_kv
 from ds4py.models.deepseek4.shape import OVERLAPPED, Shape
 from ds4py.models.deepseek4.step import Step
-from ds4py.models.ops.norm import RmsNorm
 
 QUERY_BLOCK: Final = 64
 """Queries that share one product with the recent rows; bounds the memory of scores."""

@@ -16,9 +16,9 @@ from typing import Final
 
 import torch
 
-from ds4py.models.base import Cache, CacheTensor
+from ds4py.kernels.cache import Cache, CacheTensor
+from ds4py.layer_range import LayerSpan
 from ds4py.models.deepseek4.shape import OVERLAPPED, Shape, compressor_width
-from ds4py.spans import LayerSpan
 
 REWIND_SLACK: Final = 32
 """Tokens by which a timeline can be cut back without evaluating it again."""

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
+from ds4py.layers.norm import RmsNorm
 from ds4py.models.deepseek4.cache import NO_SCORE, CompressedCache
-from ds4py.models.deepseek4.products import Weights
+from ds4py.models.deepseek4.linear import Weights
 from ds4py.models.deepseek4.rotary import rotate_
 from ds4py.models.deepseek4.shape import OVERLAPPED, Shape
 from ds4py.models.deepseek4.step import Step
-from ds4py.models.ops.norm import RmsNorm
 
 Finish = Callable[[torch.Tensor], torch.Tensor]
 """Rounds normed and rotated rows `[windows, width]`."""

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 
 import torch
 
-from ds4py.models.deepseek4.products import Weights
+from ds4py.kernels.cpu import sinkhorn
+from ds4py.layers.compare import trusts_sinkhorn
+from ds4py.models.deepseek4.linear import Weights
 from ds4py.models.deepseek4.shape import Shape
-from ds4py.models.ops import sinkhorn
-from ds4py.models.ops.compare import trusts_sinkhorn
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Sinkhorn:
             # a copy of 64 bytes a token: the scores of several stand beside other weights
             return sinkhorn.balanced(scores.contiguous(), self._iterations, self._eps_value)
         if self._for_cuda:
-            from ds4py.models.ops.cuda.sinkhorn import balanced  # noqa: PLC0415 - needs triton
+            from ds4py.kernels.cuda.sinkhorn import balanced  # noqa: PLC0415 - needs triton
 
             return balanced(scores, self._size, self._iterations, self._eps_value)
         square = (-1, self._size, self._size)

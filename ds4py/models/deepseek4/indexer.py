@@ -13,7 +13,7 @@ import torch
 
 from ds4py.models.deepseek4.cache import CompressedCache
 from ds4py.models.deepseek4.compressor import Compressor
-from ds4py.models.deepseek4.products import Weights
+from ds4py.models.deepseek4.linear import Weights
 from ds4py.models.deepseek4.rotary import rotate_
 from ds4py.models.deepseek4.rounding import round_index
 from ds4py.models.deepseek4.shape import OVERLAPPED, Shape

@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from ds4py.errors import ModelError
-from ds4py.models.deepseek4.products import Weights, activation_rounding
+from ds4py.layers.experts import ExpertGroups, ExpertProduct
+from ds4py.models.deepseek4.linear import Weights, activation_rounding
 from ds4py.models.deepseek4.shape import Shape
-from ds4py.quant.experts import ExpertGroups, ExpertProduct
 from ds4py.quant.tensor import QuantTensor
 
 _MIN_SUM: Final = 2.0**-14

@@ -15,11 +15,11 @@ import numpy as np
 
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
+from ds4py.layer_range import LayerSpan
 from ds4py.models.base import Identity, SavedLayer, TensorNeed
 from ds4py.models.deepseek4.keys import Keys
 from ds4py.models.deepseek4.rotary import Yarn
 from ds4py.quant.formats import FORMATS
-from ds4py.spans import LayerSpan
 
 RATIOS: Final = (0, 4, 128)
 """Compression ratios that the architecture defines."""

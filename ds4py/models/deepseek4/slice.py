@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 import torch
 
-from ds4py.models.base import Cache, CacheTensor, Placement, Segment, Take
+from ds4py.kernels.cache import Cache, CacheTensor, Segment
+from ds4py.layer_range import LayerSpan
+from ds4py.layers.norm import RmsNorm
+from ds4py.models.base import Placement, Take
 from ds4py.models.deepseek4.attention import Attention
 from ds4py.models.deepseek4.cache import REWIND_SLACK, CacheLayout, LayerCache
 from ds4py.models.deepseek4.hyper import HyperConnection, HyperHead
+from ds4py.models.deepseek4.linear import Linear, Weights
 from ds4py.models.deepseek4.moe import FeedForward
-from ds4py.models.deepseek4.products import Linear, Weights
 from ds4py.models.deepseek4.shape import Shape
 from ds4py.models.deepseek4.step import Rotaries, Step
-from ds4py.models.ops.norm import RmsNorm
 from ds4py.quant.tensor import QuantTensor
-from ds4py.spans import LayerSpan
 
 
 class Layer:

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ds4py.server.prompts import TextStack
-from ds4py.server.serve import HttpServer
-from ds4py.text.deepseek4_tokens import Marker
+from ds4py.server.http.server import HttpServer
+from ds4py.server.requests.prompts import TextStack
+from ds4py.text.tokenizer.deepseek4_tokens import Marker
 from tests.fakes import FakeBackend, Script
 from tests.unit.server.support import DEADLINE
 from tests.unit.server.support import server as serve

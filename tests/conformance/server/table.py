@@ -44,16 +44,16 @@ ELSEWHERE: Final[dict[int, tuple[str, ...]]] = {
     ),
     69: (
         "tests/e2e/test_chat.py::test_ctrl_c_stops_an_answer_and_the_next_turn_remembers_it",
-        "tests/unit/cli/test_local.py::test_ctrl_c_keeps_what_was_said_with_its_end_mark",
+        "tests/unit/cli/chat/test_local.py::test_ctrl_c_keeps_what_was_said_with_its_end_mark",
     ),
     70: (
         "tests/e2e/test_chat.py::test_lines_are_remembered_from_chat_to_chat",
-        "tests/unit/cli/test_history.py::test_the_513th_line_drops_the_first",
+        "tests/unit/cli/chat/test_line_history.py::test_the_513th_line_drops_the_first",
     ),
     71: (
-        "tests/unit/cli/test_dumps.py"
+        "tests/unit/cli/diagnostics/test_dumps.py"
         "::test_logprobs_are_those_of_the_greedy_answer_over_the_whole_vocabulary",
-        "tests/unit/cli/test_dumps.py::test_the_bytes_of_every_token_are_told",
+        "tests/unit/cli/diagnostics/test_dumps.py::test_the_bytes_of_every_token_are_told",
     ),
 }
 """Tests of other suites, which have no numbers in their names."""

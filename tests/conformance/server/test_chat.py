@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ds4py.cli.client import client as cli_command
-from ds4py.spans import LayerSpec
-from ds4py.text.deepseek4_tokens import Marker
+from ds4py.layer_range import LayerSpec
+from ds4py.text.tokenizer.deepseek4_tokens import Marker
 from tests import golden
 from tests.conformance.server.peer import (
     ARGUMENTS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds4py.config import ServerConfig
-from ds4py.server.serve import HttpServer
+from ds4py.server.http.server import HttpServer
 from tests.conformance.server.peer import (
     CHAT,
     COMPLETIONS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds4py.bench.frontiers import Plan
+from ds4py.bench.context_sweep import Plan
 from tests import golden
 from tests.conformance.server.peer import CHAT, parse, posting, read_all, read_until
 from tests.e2e.support import SHORT, Alone, endless_toy

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds4py.cli.options import take
+from ds4py.cli.flags.shared import take
 from ds4py.cli.server import HttpFlags
 from ds4py.cli.server import server as command
 from ds4py.config import Address, CoordinatorConfig, SamplingParams, ServerConfig
 from ds4py.runtime import open_doors
-from ds4py.server import serve as serve_module
+from ds4py.server.http import server as serve_module
 from tests.conformance.server.peer import (
     CHAT,
     MESSAGES,

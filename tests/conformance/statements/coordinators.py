@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from ds4py.cluster.coordinator import Coordinator
-from ds4py.cluster.pool import ClusterBackend
-from ds4py.cluster.port import CoordinatorPort
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import ModelCard, Session
+from ds4py.coordinator.relay.coordinator import Coordinator
+from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.coordinator.session_pool import ClusterBackend
 from ds4py.transport.sockets import Listener
 from tests.by_hand import PROMPT
 from tests.clusters import ANY_PORT, DEADLINE, SOCKETS, Cluster, cluster

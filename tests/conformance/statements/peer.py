@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds4py.cluster.registry import WorkerRecord
-from ds4py.cluster.worker import Worker
 from ds4py.config import Address, CoordinatorConfig, WorkerConfig, WorkerTuning
 from ds4py.contracts import Session
-from ds4py.spans import LayerSpan, LayerSpec
+from ds4py.coordinator.relay.registry import WorkerRecord
+from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.worker.worker import Worker
 from tests.by_hand import PROMPT
 from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, span, wait_until
 from tests.fake_runner import N_VOCAB, FakeRunner, card, embed

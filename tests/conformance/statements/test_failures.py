@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds4py.cluster import session as session_module
+from ds4py.coordinator import session as session_module
 from ds4py.errors import (
     RemoteWorkError,
     RouteIncompleteError,

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ds4py.cluster import worker as worker_module
-from ds4py.cluster.worker import Worker
 from ds4py.config import WorkerTuning
 from ds4py.transport.sockets import connect
+from ds4py.worker import worker as worker_module
+from ds4py.worker.worker import Worker
 from tests.clusters import wait_until
 from tests.conformance.statements.peer import (
     ACK_ONLY,

@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from ds4py.cluster import worker as worker_module
 from ds4py.contracts import SliceWork
+from ds4py.worker import worker as worker_module
 from tests.conformance.statements.peer import (
     BEGIN,
     HELLO,

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds4py import hidden
+from ds4py import activations
+from ds4py.activations import HiddenBatch
 from ds4py.contracts import CacheForm
-from ds4py.engine.transfer import download, upload
-from ds4py.hidden import HiddenBatch
+from ds4py.engine.activation_codec import download, upload
 from tests.clusters import span
 from tests.conformance.statements.peer import (
     HASTY,
@@ -108,7 +108,7 @@ def device_unpack(data: bytes, bits: int) -> np.ndarray:
 codecs = pytest.mark.parametrize(
     "codec",
     [
-        Codec("reference", hidden.pack, hidden.unpack),
+        Codec("reference", activations.pack, activations.unpack),
         Codec("device", device_pack, device_unpack),
     ],
     ids=str,

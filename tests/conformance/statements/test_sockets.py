@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from ds4py.cluster import enlistment
+from ds4py.activations import HiddenBatch
 from ds4py.config import (
     Address,
     Environment,
@@ -27,9 +27,9 @@ from ds4py.config import (
 )
 from ds4py.contracts import SessionId, SliceOutput, SliceWork
 from ds4py.errors import ConfigError, ConnectError
-from ds4py.hidden import HiddenBatch
 from ds4py.transport import sockets
 from ds4py.transport.sockets import connect
+from ds4py.worker import registration
 from tests.by_hand import PROMPT
 from tests.clusters import cluster, span, start_worker, wait_until
 from tests.conformance.statements.coordinators import coordinator_of
@@ -175,7 +175,7 @@ def test_statement_096_200_times(
         with pytest.raises(ConnectError, match="refused"):
             connect(address, TRACED)
     assert (len(attempts(caplog)), pauses) == (200, [0.025] * 199)
-    assert enlistment.RETRY_ROUNDS == sockets.RETRY_ROUNDS == 200
+    assert registration.RETRY_ROUNDS == sockets.RETRY_ROUNDS == 200
 
 
 def test_statement_096_other_errors(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds4py.cluster.checks import RefusedWork, check_work
 from ds4py.contracts import SliceWork
-from ds4py.spans import LayerSpan
+from ds4py.layer_range import LayerSpan
+from ds4py.peer.validation import RefusedWork, check_work
 from tests.by_hand import PROMPT
 from tests.clusters import wait_until
 from tests.conformance.statements.peer import (

@@ -13,7 +13,7 @@ import ds4py
 from ds4py.config import EngineConfig
 from ds4py.engine import open_runner
 from ds4py.errors import ClusterError, ConfigError, Ds4Error
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 from tests.clusters import start_worker
 from tests.processes import free_port
 from tests.toys import toy_llama

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ds4py.bench.frontiers import Frontier, Row
+from ds4py.bench.context_sweep import Frontier, Row
 from ds4py.bench.plot import draw
 from ds4py.bench.report import json_object, logits_object, share_table
-from ds4py.cluster.trace import Shares
 from ds4py.contracts import ModelCard
 from ds4py.errors import ConfigError
+from ds4py.tracing.events import Shares
 
 CARD = ModelCard(
     model_id=1,

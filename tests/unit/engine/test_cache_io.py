@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds4py.activations import F32
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.cache_io import load_shard, save_shard
 from ds4py.errors import CapacityError, ModelError, SnapshotError
-from ds4py.hidden import F32
+from ds4py.layer_range import LayerSpec
 from ds4py.snapshot import (
     Shard,
     Whole,
@@ -28,7 +29,6 @@ from ds4py.snapshot import (
     write_shard,
     write_whole,
 )
-from ds4py.spans import LayerSpec
 from tests import golden
 from tests.toys import toy_llama
 

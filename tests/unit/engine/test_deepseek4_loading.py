@@ -13,7 +13,7 @@ from ds4py.errors import FormatError, GgufError, ModelError
 from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.write import TensorSource, save_gguf
-from ds4py.spans import LayerSpan, whole_model
+from ds4py.layer_range import LayerSpan, whole_model
 from tools.toy_deepseek4 import Sizes, metadata, tensors, toy_deepseek4
 from tools.toy_weights import Weights
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
-from ds4py.engine import LocalRunner, open_runner, pages
+from ds4py.engine import LocalRunner, host_memory, open_runner
 from ds4py.engine.kv_pool import PAGE_TOKENS, KvPool, KvUse, default_budget
 from ds4py.errors import CapacityError, ConfigError, Ds4Error
-from ds4py.models.base import CacheTensor
+from ds4py.kernels.cache import CacheTensor
 from tests.toys import toy_llama
 from tools.toy_deepseek4 import toy_deepseek4
 
@@ -201,10 +201,10 @@ def test_only_whole_pages_inside_the_range_are_lost():
     page = mmap.PAGESIZE
     memory = np.full(6 * page, 7, np.uint8)
     first = -memory.ctypes.data % page
-    pages.give_back(memory.ctypes.data + first + 10, 2 * page)  # one whole page is inside
+    host_memory.give_back(memory.ctypes.data + first + 10, 2 * page)  # one whole page is inside
     lost = np.flatnonzero(memory == 0)
     assert (lost == np.arange(first + page, first + 2 * page)).all()
-    pages.give_back(memory.ctypes.data + first + 10, page)
+    host_memory.give_back(memory.ctypes.data + first + 10, page)
     assert (memory == 0).sum() == page
 
 

@@ -3,7 +3,7 @@ import torch
 
 from ds4py.engine.kv_pool import KvPool
 from ds4py.errors import CapacityError
-from ds4py.models.base import CacheTensor
+from ds4py.kernels.cache import CacheTensor
 
 CPU = torch.device("cpu")
 LAYOUT = [CacheTensor((2, 8, 4), torch.float32, 1), CacheTensor((6,), torch.bfloat16)]

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from ds4py.activations import HiddenBatch
 from ds4py.config import EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.errors import CapacityError, ModelError
-from ds4py.hidden import HiddenBatch
-from ds4py.spans import LayerSpec
+from ds4py.layer_range import LayerSpec
 from tests.toys import toy_llama
 
 A, B, C = SessionId(1), SessionId(2), SessionId(3)

@@ -14,8 +14,8 @@ from ds4py.config import EngineConfig, cache_folder
 from ds4py.contracts import SessionId, SliceWork, Want
 from ds4py.engine import open_runner, selftest
 from ds4py.engine.selftest import VerdictFile, compare_all
-from ds4py.models.ops import fused
-from ds4py.quant.kernels.trust import TRUST
+from ds4py.kernels.cpu import fused
+from ds4py.kernels.cpu.trust import TRUST
 from tests.toys import toy_llama
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from ds4py.config import SamplingParams
 from ds4py.errors import CancelledError, CapacityError, RemoteWorkError, RequestError
 from ds4py.generation.grammar import Constraint, GrammarKind, GrammarSource
+from ds4py.generation.logits_processors import Controls, SteeredSampler
 from ds4py.generation.logprobs import top_logprobs
 from ds4py.generation.loop import Finished, FinishReason, Prefilled, Step, Token, generate
 from ds4py.generation.sampling import Sampler
-from ds4py.generation.steering import Controls, SteeredSampler
 from tests.fakes import FakeSession, fake_logits, greedy_tokens
 from tests.unit.generation.toys import EOS, MARK, N_VOCAB, Toy
 

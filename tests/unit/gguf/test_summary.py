@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds4py.errors import ConfigError, ModelError
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.summary import ModelSummary, suggest_cuts, summarize
-from ds4py.spans import LayerSpan
+from ds4py.layer_range import LayerSpan
 from tests.toys import build_gguf, tensor, toy_llama
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ds4py.gguf import kinds
 from ds4py.models.base import Placement, Take
+from ds4py.models.deepseek4.linear import Weights, activation_rounding
 from ds4py.models.deepseek4.moe import FeedForward, RoutedExperts, swiglu
-from ds4py.models.deepseek4.products import Weights, activation_rounding
 from ds4py.models.deepseek4.shape import Shape
 from ds4py.quant.formats import FORMATS
 from ds4py.quant.tensor import QuantTensor

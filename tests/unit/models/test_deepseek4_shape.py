@@ -14,8 +14,8 @@ from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.metadata import Metadata
 from ds4py.gguf.write import save_gguf
+from ds4py.layer_range import LayerSpan
 from ds4py.models.deepseek4 import Shape
-from ds4py.spans import LayerSpan
 from tests import golden
 from tools.toy_deepseek4 import FLASH, PRO, Sizes, metadata, tensors
 

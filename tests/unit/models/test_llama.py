@@ -11,8 +11,8 @@ from ds4py.contracts import SessionId, SliceWork, Want
 from ds4py.engine import open_runner
 from ds4py.errors import GgufError, ModelError
 from ds4py.gguf.file import GgufFile
+from ds4py.layer_range import LayerSpec
 from ds4py.models.llama import Shape
-from ds4py.spans import LayerSpec
 from tests.toys import packed, toy_llama
 from tests.unit.models.llama_reference import ReferenceLlama, rewritten
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from ds4py.gguf.file import GgufFile
-from ds4py.models.base import Placement, Segment
+from ds4py.kernels.cache import Segment
+from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
+from ds4py.layer_range import whole_model
+from ds4py.layers.linear import KeepBudget
+from ds4py.models.base import Placement
 from ds4py.models.llama import Shape, SteppingSlice
-from ds4py.models.ops.cuda.step import DecodeStep, step_numbers
-from ds4py.quant.linear import KeepBudget
 from ds4py.quant.tensor import QuantTensor
-from ds4py.spans import whole_model
 from tests.toys import toy_llama
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import httpx
 
 from ds4py.config import SamplingParams, ServerConfig
-from ds4py.server.app import create_app, jobs_of, save_sessions
-from ds4py.server.prompts import TextStack
-from ds4py.server.serve import HttpServer
+from ds4py.server.http.app import create_app, jobs_of, save_sessions
+from ds4py.server.http.server import HttpServer
+from ds4py.server.requests.prompts import TextStack
 from ds4py.snapshot.disk_cache import DiskCache
-from ds4py.text.chat import ChatTemplate
-from ds4py.text.tokenizer import load_tokenizer
+from ds4py.text.chat_formats.template import ChatTemplate
+from ds4py.text.tokenizer.tokenizer import load_tokenizer
 from tests.fakes import FakeBackend
 from tests.toys import bpe_metadata
 

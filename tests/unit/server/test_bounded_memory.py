@@ -6,13 +6,13 @@ import logging
 import pytest
 
 from ds4py.config import SamplingParams, ServerConfig
-from ds4py.server.app import create_app, jobs_of, save_sessions
-from ds4py.server.bodies.messages import read_messages
-from ds4py.server.bodies.turns import Message, PastCall
-from ds4py.server.checkpoints import Checkpoints
-from ds4py.server.conversations import Kept
-from ds4py.server.tool_memory import ToolMemory
-from ds4py.server.transcripts import Transcripts
+from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.messages.request import read_messages
+from ds4py.server.history.disk_prefix_cache import Checkpoints
+from ds4py.server.history.exact_tokens import Transcripts
+from ds4py.server.history.pending_tools import Kept
+from ds4py.server.history.tool_calls import ToolMemory
+from ds4py.server.http.app import create_app, jobs_of, save_sessions
 from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_OWN, Reason
 from tests.fakes import FakeSession
@@ -74,7 +74,7 @@ def test_a_file_whose_hidden_tokens_leave_no_room_is_not_loaded(tmp_path):
 
 
 def test_the_end_of_a_server_does_not_wait_for_a_session_in_use(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("ds4py.server.work._SAVE_SECONDS", 0.05)
+    monkeypatch.setattr("ds4py.server.requests.worker._SAVE_SECONDS", 0.05)
     fake = backend(n_sessions=2, n_ctx=100)
     disk = DiskCache(tmp_path, OPTIONS, IDENTITY)
     config = ServerConfig(sampling=GREEDY)

@@ -22,7 +22,7 @@ from ds4py.snapshot import disk_cache, kvc_files, read_dsv4, write_dsv4
 from ds4py.snapshot.disk_cache import CacheIdentity, Checkpoint, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_DS4, ABI_OWN, HEADER_BYTES, SEAL_BYTES, Flag, KvcHeader, Reason
 from ds4py.snapshot.kvc_policy import file_name, with_slack
-from tests.unit.snapshot.test_payload import CTX, SIZES, whole
+from tests.unit.snapshot.test_ds4_format import CTX, SIZES, whole
 
 SYSTEM, CHAT, LONGER = b"system", b"system question", b"system question answer"
 OPTIONS = DiskCacheOptions(min_tokens=8, cold_max_tokens=100, space_bytes=100_000)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ds4py.layer_range import LayerSpan
 from ds4py.snapshot import CacheSizes, Capacities
-from ds4py.spans import LayerSpan
 
 
 def ds4_model(first: int, n_layers: int) -> CacheSizes:

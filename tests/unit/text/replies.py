@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from ds4py.text.callformats import CallFormat
 from ds4py.text.parts import CallArguments, CallBegun, CallEnded, Content, Part, Reasoning
 from ds4py.text.reply import ReplySplitter
+from ds4py.text.tool_calls.formats import CallFormat
 
 
 @dataclass

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.text.callformats import DSML, CallFormat, format_of
-from ds4py.text.deepseek4_tokens import Marker
 from ds4py.text.reply import ReplySplitter
 from ds4py.text.stream import TextStream
+from ds4py.text.tokenizer.deepseek4_tokens import Marker
+from ds4py.text.tool_calls.formats import DSML, CallFormat, format_of
 from tests.unit.text import tiny_deepseek4 as tiny
 from tests.unit.text.replies import CUTS, Reading, cut, read
 

@@ -10,7 +10,7 @@ import pytest
 
 from ds4py.cli import exits
 from ds4py.config import ServerConfig
-from ds4py.server.app import create_app, jobs_of
+from ds4py.server.http.app import create_app, jobs_of
 from tests.unit.server.support import backend, text_stack
 from tools import run_make_reference as made
 from tools.reference_tables import CODES, ENDPOINTS, EXITS, STATUSES, VARIABLES

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from ds4py.config import SamplingParams
-from ds4py.server.bodies.chat import read_chat
-from ds4py.server.bodies.completions import read_completion
-from ds4py.server.bodies.messages import read_messages
-from ds4py.server.bodies.responses import read_responses
+from ds4py.server.api.chat.request import read_chat
+from ds4py.server.api.completions.request import read_completion
+from ds4py.server.api.messages.request import read_messages
+from ds4py.server.api.responses.request import read_responses
 from tools.run_soak import DIALECTS, Footprint, Outcome, body, fault, refused_well, verdicts
 
 READERS: dict[str, Callable[[bytes, SamplingParams], Any]] = {

@@ -14,14 +14,15 @@ from ds4py.config import ActQuant
 from ds4py.engine.loader import load_slice, read_shape
 from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
-from ds4py.models.base import Cache, CacheTensor, Placement, Segment
+from ds4py.kernels.cache import Cache, CacheTensor, Segment
+from ds4py.layer_range import LayerSpan
+from ds4py.layers.linear import KeepBudget
+from ds4py.models.base import Placement
 from ds4py.models.deepseek4 import Shape, Slice
-from ds4py.models.deepseek4.products import Weights
+from ds4py.models.deepseek4.linear import Weights
 from ds4py.models.deepseek4.shape import KNOWN
 from ds4py.models.deepseek4.step import Rotaries, Step
-from ds4py.quant.linear import KeepBudget
 from ds4py.quant.tensor import QuantTensor
-from ds4py.spans import LayerSpan
 from tests import golden
 from tests.toys import packed
 

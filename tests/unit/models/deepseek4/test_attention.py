@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from ds4py.layer_range import LayerSpan
 from ds4py.models.deepseek4.attention import QUERY_BLOCK, Attention, GroupedOutput
 from ds4py.models.deepseek4.cache import CacheLayout, LayerCache
 from ds4py.models.deepseek4.rotary import rotate_
 from ds4py.models.deepseek4.rounding import round_kv
 from ds4py.models.deepseek4.shape import Shape
-from ds4py.spans import LayerSpan
 from tests.unit.models.deepseek4.support import empty_cache, normal, small_shape, step_of, weights
 
 HEADS, HD, R, RANK, INDEX = 2, 80, 16, 8, 32

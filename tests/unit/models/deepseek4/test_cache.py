@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4py.layer_range import LayerSpan
 from ds4py.models.deepseek4.cache import NO_SCORE, REWIND_SLACK, CacheLayout, CompressedCache, Ring
 from ds4py.models.deepseek4.shape import OVERLAPPED
-from ds4py.spans import LayerSpan
 from tests.unit.models.deepseek4.support import N_CTX, empty_cache, known_shape
 
 SHAPE = known_shape(2, window=16, ratios=(0, 4, 128, 4, 128, 0))

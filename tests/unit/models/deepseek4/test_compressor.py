@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4py.layer_range import LayerSpan
 from ds4py.models.deepseek4.cache import NO_SCORE, CacheLayout, CompressedCache
 from ds4py.models.deepseek4.compressor import Compressor, Finish, pool
 from ds4py.models.deepseek4.rotary import Rotary, rotate_
-from ds4py.spans import LayerSpan
 from tests.unit.models.deepseek4.support import (
     CPU,
     empty_cache,

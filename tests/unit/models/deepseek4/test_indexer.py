@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4py.layer_range import LayerSpan
 from ds4py.models.base import Placement
 from ds4py.models.deepseek4.cache import CacheLayout, CompressedCache
 from ds4py.models.deepseek4.indexer import Indexer, IndexQueries, choose_rows
 from ds4py.models.deepseek4.rotary import rotate_
 from ds4py.models.deepseek4.rounding import round_index
 from ds4py.models.deepseek4.shape import Shape
-from ds4py.spans import LayerSpan
 from tests.unit.models.deepseek4.support import (
     empty_cache,
     normal,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds4py.activations import F32
 from ds4py.config import ActQuant, EngineConfig
 from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.errors import ModelError
-from ds4py.hidden import F32
 from ds4py.models.deepseek4.cache import REWIND_SLACK
 from tests import golden
 from tests.unit.models.deepseek4.support import N_CTX, Sessions, prompt, tiny

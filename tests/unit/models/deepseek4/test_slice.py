@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds4py.config import ActQuant
-from ds4py.models.base import Segment
+from ds4py.kernels.cache import Segment
 from ds4py.models.deepseek4.cache import REWIND_SLACK
 from tests.unit.models.deepseek4.support import (
     MODES,

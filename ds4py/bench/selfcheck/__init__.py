@@ -1,0 +1,1 @@
+"""`ds4py-bench --self`: ratios against named baselines, section by section."""

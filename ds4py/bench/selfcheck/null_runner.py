@@ -1,0 +1,147 @@
+"""Stages that cost nothing, as programs: what is left is wire, threads and Python.
+
+Owns: a slice that computes nothing, its model, and a sender of large frames. Refuses to know: what
+is timed. Invariant: frames have the sizes of DeepSeek V4 Flash, 64 KiB of hidden state a token.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ds4py.activations import F32, HiddenBatch
+from ds4py.config import Address, SocketConfig, WorkerConfig
+from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Started, Want
+from ds4py.errors import Ds4Error, SnapshotError
+from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.transport.connection import Connection
+from ds4py.transport.sockets import connect
+from ds4py.wire.frames import FrameType, encode_header
+from ds4py.worker.worker import Worker
+
+WIDTH: Final = 16384
+"""Values of a token of DeepSeek V4 Flash between layers."""
+
+N_CTX: Final = 4096
+LOOPBACK: Final = Address("127.0.0.1", 0)
+_N_VOCAB: Final = 256
+
+
+def stub_card(n_layers: int) -> ModelCard:
+    """Return the identity of a model that is not there."""
+    return ModelCard(
+        model_id=0x80000001,
+        name="stub",
+        architecture="stub",
+        n_layers=n_layers,
+        n_vocab=_N_VOCAB,
+        hidden_width=WIDTH,
+        n_ctx_train=N_CTX,
+        quant_bits=4,
+    )
+
+
+class StubRunner:
+    """A `contracts.SliceRunner` that hands back what it got, or the same logits each time."""
+
+    n_ctx = N_CTX
+    n_slots = 4
+    can_rewind = True
+    weight_bytes = 0
+    overlaps = False
+
+    def __init__(self, span: LayerSpan, n_layers: int):
+        self.span = span
+        self.has_head = span.has_output
+        self.card = stub_card(n_layers)
+        self._row = HiddenBatch.pack(np.ones((1, WIDTH), np.float32), 32)
+        self._logits = np.zeros(_N_VOCAB, np.float32)
+        self._lengths: dict[SessionId, int] = {}
+
+    def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
+        """Answer each span of one token from what is there already."""
+        return [self._answer(work) for work in batch]
+
+    def start(self, batch: Sequence[SliceWork]) -> Started:
+        """Answer each span; nothing is on its way afterwards."""
+        answers = self.run(batch)
+        return Started(refused={}, complete=lambda: answers, ready=lambda: True)
+
+    def _answer(self, work: SliceWork) -> SliceOutput:
+        self._lengths[work.session] = work.pos0 + len(work.tokens)
+        match work.want:
+            case Want.LOGITS:
+                return SliceOutput(logits=self._logits)
+            case Want.HIDDEN:
+                return SliceOutput(hidden=work.hidden or self._row)
+            case Want.NOTHING:
+                return SliceOutput()
+
+    def apply_head(self, row: HiddenBatch) -> F32:
+        """Return the same logits for any row."""
+        del row
+        return self._logits
+
+    def length(self, session: SessionId) -> int | None:
+        """Return how many tokens the session would hold."""
+        return self._lengths.get(session)
+
+    def rewind(self, session: SessionId, n_tokens: int) -> None:
+        """Cut a session."""
+        self._lengths[session] = n_tokens
+
+    def drop(self, session: SessionId) -> None:
+        """Forget a session."""
+        self._lengths.pop(session, None)
+
+    def reserve(self, session: SessionId, n_tokens: int) -> None:
+        """Take nothing: a session costs no memory."""
+
+    def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
+        """Let a session have a length of its own."""
+        del source
+        self._lengths[target] = n_tokens
+
+    def save_cache(self, session: SessionId) -> list[memoryview]:
+        """Refuse: there is no cache."""
+        raise SnapshotError(f"session {session}: a stub has no cache")
+
+    def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
+        """Refuse: there is no cache."""
+        raise SnapshotError(f"{session}: no cache for {n_tokens} tokens, {len(payload)} bytes")
+
+    def close(self) -> None:
+        """Free nothing."""
+
+
+def serve_stage(layer: int, n_layers: int) -> None:
+    """Be a worker with one layer until stdin ends; says its port."""
+    span = LayerSpan(layer, layer, has_output=layer == n_layers - 1)
+    config = WorkerConfig(layers=LayerSpec(layer, layer), listen=LOOPBACK)
+    worker = Worker(StubRunner(span, n_layers), config, SocketConfig())
+    worker.start()
+    _say(worker.address.port)
+    sys.stdin.read()
+    worker.close()
+
+
+def send_frames(port: int, n_bytes: int) -> None:
+    """Send a frame with a body of so many bytes whenever a byte arrives."""
+    sock = connect(Address(LOOPBACK.host, port), SocketConfig())
+    frame = [encode_header(FrameType.RESULT, n_bytes), b"\x01" * n_bytes]
+    connection = Connection(sock, SocketConfig(), {})
+    while sock.recv(1):
+        connection.send(frame)
+
+
+def _say(answer: object) -> None:
+    sys.stdout.write(f"{answer}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    kind, first, second = sys.argv[1:]
+    {"stage": serve_stage, "frames": send_frames}[kind](int(first), int(second))

@@ -1,0 +1,1 @@
+"""A conversation at the terminal, with a model here or on a server."""

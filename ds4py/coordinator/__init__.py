@@ -1,0 +1,1 @@
+"""Sessions over a route: what is reused, cut into chunks, repeated after a loss."""

@@ -1,0 +1,112 @@
+"""Common heads of prompts: what sessions share, and how one begins with a copy of another's cache.
+
+Owns: how long a common prefix is, when copying it pays, the order of the copies. Refuses to know:
+timelines, replay, who else has sessions. Invariant: nothing is copied unless it is known to stand
+for the wanted tokens: on a hop by their prefix hash, here by looking at the other session on the
+device thread, which all that overwrites its rows must pass after its timeline was cut.
+
+A stage that can not copy does nothing. Then it refuses the span that comes next, and the session is
+evaluated from its start.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+from ds4py.contracts import SessionId, SliceRunner
+from ds4py.coordinator.relay.route import Route
+from ds4py.errors import CapacityError, ModelError, PrefixMismatchError
+from ds4py.stage.executor import DeviceThread
+from ds4py.wire.extensions import FORK, Fork
+from ds4py.wire.prefix_hash import prefix_hash
+
+MIN_SAVED: Final = 64
+"""Tokens that a copy must save: below, evaluating them costs hardly more than asking for it."""
+
+_LEFT_OVER: Final = 2  # a run of a single token may overtake the notice, on a connection of its own
+_BLOCK: Final = 256
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many leading tokens are equal."""
+    n = min(len(a), len(b))
+    for start in range(0, n, _BLOCK):  # whole blocks are compared at C's speed
+        one, other = a[start : start + _BLOCK], b[start : start + _BLOCK]
+        if list(one) != list(other):
+            pairs = zip(one, other, strict=False)
+            return start + next((i for i, (x, y) in enumerate(pairs) if x != y), n - start)
+    return n
+
+
+class Donor(Protocol):
+    """Another session, as far as it is of use here; every method may be called on any thread."""
+
+    @property
+    def session_id(self) -> SessionId:
+        """Its name on every stage."""
+
+    def shares(self, wanted: Sequence[int], route: Route) -> int:
+        """Return how many leading tokens of a prompt the stages of a route hold for it."""
+
+    def holds(self, head: Sequence[int]) -> bool:
+        """Whether these are its first tokens."""
+
+
+class Heads:
+    """Lets one session begin as another one of the same process did.
+
+    Args:
+        session: The one that begins.
+        timeout: Seconds that the own device may take.
+    """
+
+    def __init__(self, session: SessionId, timeout: float):
+        self._session = session
+        self._timeout = timeout
+
+    def borrow(
+        self, route: Route, donors: Iterable[Donor], wanted: Sequence[int], n_held: int
+    ) -> int:
+        """Have every stage copy the longest head of a prompt that another session has, if it pays.
+
+        Args:
+            route: The stages.
+            donors: The other sessions.
+            wanted: The prompt.
+            n_held: Leading tokens of it that the session holds itself.
+
+        Returns:
+            The tokens that stages were told to copy, unless they hold other ones; 0 if none were.
+        """
+        most = len(wanted) - _LEFT_OVER
+        if not route.can_fork or most - n_held < MIN_SAVED:
+            return 0
+        shared = [(min(donor.shares(wanted, route), most), donor) for donor in donors]
+        n_shared, donor = max(shared, key=lambda pair: pair[0], default=(0, None))
+        if donor is None or n_shared - n_held < MIN_SAVED:
+            return 0
+        head = wanted[:n_shared]
+        if route.local is not None and not self._copy_own(route.local, donor, head):
+            return 0
+        fork = Fork(donor.session_id, self._session, n_shared, prefix_hash(head))
+        route.tell(route.hops, FORK, fork)
+        return n_shared
+
+    def _copy_own(self, local: DeviceThread, donor: Donor, head: Sequence[int]) -> bool:
+        """Copy the cache of the coordinator's own layers; False if that was not possible."""
+        given_up = threading.Event()
+
+        def copy(runner: SliceRunner) -> None:
+            if given_up.is_set() or not donor.holds(head):
+                raise PrefixMismatchError("the other session does not hold these tokens any more")
+            runner.fork(donor.session_id, self._session, len(head))
+
+        try:
+            local.call(copy, timeout=self._timeout, session=self._session)
+        except (PrefixMismatchError, CapacityError, ModelError):
+            return False
+        finally:
+            given_up.set()
+        return True

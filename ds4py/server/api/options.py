@@ -1,0 +1,346 @@
+"""What a request says about its answer, in whatever dialect.
+
+Owns: `Options`, and the members that dialects share: sampling, limits, stop texts, reasoning, forms
+of the answer (docs/spec/server-and-cli.md 1.4, 1.5, 3.2). Refuses to know: messages, tokens,
+replies. Invariant: what comes out is in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ds4py.config import SamplingParams
+from ds4py.server.api.json_body import Number, count, is_absent, last_given, source, wrong
+from ds4py.text.chat_formats.deepseek4 import EFFORTS
+
+MAX_TOP_LOGPROBS: Final = 20
+_MAX_SEED: Final = 2**63 - 1
+_MAX_FACTOR: Final = 1_000_000  # larger temperatures change nothing but overflow float32
+_MAX_STOPS: Final = 1024
+_MAX_STOP_CHARS: Final = 4096  # as many may wait at the end of a reply, searched for every token
+_MAX_MODEL_NAME: Final = 512
+_MAX_BIASES: Final = 1024
+_MAX_BIAS: Final = 100.0
+_MAX_PENALTY: Final = 2.0
+_THINKING_MODELS: Final = {"deepseek-chat": False, "deepseek-reasoner": True}
+
+FormKind = Literal["json_object", "json_schema", "regex", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer must look like.
+
+    Args:
+        kind: How it is described.
+        text: JSON text of a schema, regular expression, or Lark grammar; empty for any object.
+        strict: Refuse what can not be enforced of it, instead of leaving that out.
+    """
+
+    kind: FormKind
+    text: str = ""
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a request says about its answer.
+
+    Args:
+        model: Name to echo; None takes the served model's.
+        max_tokens: Output budget in tokens; None takes the server's.
+        sampling: How tokens are chosen, the server's defaults filled in.
+        stop: Texts that end the answer; none is empty.
+        stream: Answer by server-sent events.
+        include_usage: Send the usage chunk of a stream.
+        think: How much to reason, a word of `EFFORTS`; None if the request does not say.
+        thinking_budget: Most tokens of reasoning; None sets no limit.
+        form: What the answer must look like; None leaves it free.
+        n_logprobs: Ranked alternatives to report with every token; None reports no probabilities.
+        logit_bias: Token ids and what is added to their logits, -100 to 100.
+        presence_penalty: Taken from the logits of tokens that occurred in the answer.
+        frequency_penalty: The same, once per occurrence.
+        token_ids: Send the sampled token ids beside the text, an addition of ds4py.
+        progress: Tell in comments of the stream how much of the prompt is evaluated, another one.
+    """
+
+    model: str | None
+    max_tokens: int | None
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    think: str | None = None
+    thinking_budget: int | None = None
+    form: Form | None = None
+    n_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    token_ids: bool = False
+    progress: bool = False
+
+
+class StreamOptions(msgspec.Struct):
+    """Member `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Member `thinking` in its form as an object."""
+
+    type: str | None = None
+
+
+class _TemplateKwargs(msgspec.Struct):
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class _JsonSchema(msgspec.Struct):
+    schema: msgspec.Raw = msgspec.Raw(b"")
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """Member `response_format`, also `text.format` of Responses."""
+
+    type: str | None = None
+    json_schema: _JsonSchema | None = None
+    schema: msgspec.Raw = msgspec.Raw(b"")
+    strict: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class Sampled(msgspec.Struct, kw_only=True):
+    """Members that every dialect has; null means absent everywhere."""
+
+    model: str | None = None
+    max_tokens: Number | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    stream: bool | None = None
+
+
+class OpenAi(Sampled, kw_only=True):
+    """Members that chat and completions share."""
+
+    top_k: Number | None = None
+    min_p: Number | None = None
+    seed: Number | None = None
+    stop: str | list[Any] | None = None
+    stream_options: StreamOptions | None = None
+    think: bool | None = None
+    thinking: bool | Thinking | None = None
+    thinking_budget: Number | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: _TemplateKwargs | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: Any = None  # chat says whether, completions say how many
+    top_logprobs: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    return_token_ids: bool | None = None
+    return_progress: bool | None = None
+
+
+def openai_options(
+    parsed: OpenAi, body: bytes, max_tokens: int | None, defaults: SamplingParams
+) -> Options:
+    """Return what the members of chat and completions say.
+
+    Args:
+        parsed: The body.
+        body: Its bytes, for the order of members that contradict each other.
+        max_tokens: Which of its budgets counts.
+        defaults: Sampling of requests that name no value.
+
+    Raises:
+        RequestError: A value is out of range and can not be brought into it.
+    """
+    options = parsed.stream_options
+    return Options(
+        model=model_name(parsed.model),
+        max_tokens=max_tokens,
+        sampling=sampling_of(
+            defaults,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            min_p=parsed.min_p,
+            seed=parsed.seed,
+        ),
+        stop=stop_texts("stop", parsed.stop),
+        stream=bool(parsed.stream),
+        include_usage=bool(options and options.include_usage),
+        think=_think(parsed, body),
+        thinking_budget=count("thinking_budget", parsed.thinking_budget),
+        form=form_of(parsed.response_format, "response_format"),
+        n_logprobs=_n_logprobs(parsed),
+        logit_bias=_biases(parsed.logit_bias or {}),
+        presence_penalty=_bounded(parsed.presence_penalty, _MAX_PENALTY),
+        frequency_penalty=_bounded(parsed.frequency_penalty, _MAX_PENALTY),
+        token_ids=bool(parsed.return_token_ids),
+        progress=bool(parsed.return_progress and parsed.stream),
+    )
+
+
+def model_name(name: str | None) -> str | None:
+    """Return the name to echo.
+
+    Raises:
+        RequestError: It is absurdly long.
+    """
+    if name is not None and len(name) > _MAX_MODEL_NAME:
+        raise wrong("model", f"a name of {len(name)} characters", f"at most {_MAX_MODEL_NAME}")
+    return name
+
+
+def sampling_of(
+    defaults: SamplingParams,
+    *,
+    temperature: Number | None = None,
+    top_p: Number | None = None,
+    top_k: Number | None = None,
+    min_p: Number | None = None,
+    seed: Number | None = None,
+) -> SamplingParams:
+    """Return how tokens are chosen: what a request names, and the defaults for the rest.
+
+    Raises:
+        RequestError: A count is no whole number.
+    """
+    k, number = count("top_k", top_k), count("seed", seed, most=_MAX_SEED)
+
+    def pick(value: Number | None, default: float) -> float:
+        return default if value is None else _bounded(value, _MAX_FACTOR)
+
+    return SamplingParams(
+        temperature=pick(temperature, defaults.temperature),
+        top_k=defaults.top_k if k is None else k,
+        top_p=pick(top_p, defaults.top_p),
+        min_p=pick(min_p, defaults.min_p),
+        seed=defaults.seed if number is None else number,
+    )
+
+
+def stop_texts(param: str, stop: str | Sequence[Any] | None) -> tuple[str, ...]:
+    """Read texts that end an answer: elements that are no strings are skipped, empty ones dropped.
+
+    Raises:
+        RequestError: There are absurdly many, or one is absurdly long.
+    """
+    listed = [stop] if isinstance(stop, str) else stop or []
+    texts = tuple(text for text in listed if isinstance(text, str) and text)
+    if len(texts) > _MAX_STOPS:
+        raise wrong(param, f"{len(texts)} texts", f"at most {_MAX_STOPS}")
+    longest = max(map(len, texts), default=0)
+    if longest > _MAX_STOP_CHARS:
+        raise wrong(param, f"a text of {longest} characters", f"at most {_MAX_STOP_CHARS}")
+    return texts
+
+
+def effort_word(param: str, effort: str | None) -> str | None:
+    """Check how much to reason.
+
+    Raises:
+        RequestError: The word is unknown.
+    """
+    if effort is not None and effort not in EFFORTS:
+        raise wrong(param, f"{effort!a:.40}", f"one of {', '.join(EFFORTS)}")
+    return effort
+
+
+def thinking_word(model: str | None, effort: str | None, *, on: bool | None) -> str | None:
+    """Return how much to reason (docs/spec/server-and-cli.md 3.2): off wins over any effort.
+
+    Args:
+        model: Two names say something about it, if nothing else does.
+        effort: A checked word.
+        on: Reasoning was switched on or off.
+    """
+    if on is None:
+        on = _THINKING_MODELS.get(model or "")
+    if on is None:
+        return effort
+    return effort or "high" if on else "none"
+
+
+def form_of(asked: ResponseFormat | None, param: str) -> Form | None:
+    """Read what an answer must look like.
+
+    Raises:
+        RequestError: The kind is unknown, or its description is missing.
+    """
+    if asked is None or asked.type in (None, "text"):
+        return None
+    match asked.type:
+        case "json_object":
+            schema = asked.schema
+            if is_absent(schema):
+                return Form("json_object")
+            return _schema_form(schema, param, strict=asked.strict)
+        case "json_schema":
+            described = asked.json_schema or asked
+            return _schema_form(described.schema, param, strict=described.strict)
+        case "regex" if asked.regex:
+            return Form("regex", asked.regex)
+        case "grammar" if asked.grammar:
+            return Form("grammar", asked.grammar)
+    kinds = "text, json_object, json_schema with its schema, regex with a regex, grammar with one"
+    raise wrong(f"{param}.type", f"{asked.type!a:.40}", kinds)
+
+
+def _schema_form(schema: msgspec.Raw, param: str, *, strict: bool | None) -> Form:
+    if is_absent(schema):
+        raise wrong(f"{param}.json_schema.schema", "nothing", "a JSON schema")
+    return Form("json_schema", source(schema, param), strict=bool(strict))
+
+
+def _think(parsed: OpenAi, body: bytes) -> str | None:
+    thinking, kwargs = parsed.thinking, parsed.chat_template_kwargs
+    _, on = last_given(
+        body,
+        think=parsed.think,
+        thinking=thinking.type != "disabled" if isinstance(thinking, Thinking) else thinking,
+        chat_template_kwargs=_switch(kwargs) if kwargs else None,
+    )
+    effort = effort_word("reasoning_effort", parsed.reasoning_effort)
+    return thinking_word(parsed.model, effort, on=on)
+
+
+def _switch(kwargs: _TemplateKwargs) -> bool | None:
+    """Return what is said to a template, in the words of either family of models."""
+    return kwargs.thinking if kwargs.enable_thinking is None else kwargs.enable_thinking
+
+
+def _n_logprobs(parsed: OpenAi) -> int | None:
+    """Read `logprobs`: true with `top_logprobs`, or a number, of which false and null are none."""
+    asked = parsed.logprobs
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return min(count("top_logprobs", parsed.top_logprobs) or 0, MAX_TOP_LOGPROBS)
+    if isinstance(asked, int | float):
+        return min(count("logprobs", asked) or 0, MAX_TOP_LOGPROBS)
+    raise wrong("logprobs", f"{asked!a:.40}", "true, false, or a number of alternatives")
+
+
+def _biases(biases: dict[str, Number]) -> tuple[tuple[int, float], ...]:
+    if len(biases) > _MAX_BIASES:
+        raise wrong("logit_bias", f"{len(biases)} tokens", f"at most {_MAX_BIASES}")
+    bad = next((key for key in biases if not (key.isdecimal() and len(key) < 10)), None)
+    if bad is not None:
+        raise wrong("logit_bias", f"the key {bad!a:.40}", "token ids")
+    return tuple((int(key), _bounded(value, _MAX_BIAS)) for key, value in biases.items())
+
+
+def _bounded(value: Number | None, most: float) -> float:
+    return 0.0 if value is None else float(min(max(value, -most), most))

@@ -1,0 +1,296 @@
+"""Bodies of `/v1/responses` (docs/spec/server-and-cli.md 1.4, 1.13).
+
+Owns: their members and items. Refuses to know: tokens, templates, replies, kinds of tools
+(`tools`). Invariant: as in `api.json_body`; unlike other dialects, contents are strict: what is
+no text is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+
+from ds4py.config import SamplingParams
+from ds4py.errors import RequestError
+from ds4py.server.api.chat_messages import MAX_MESSAGES, Message, PastCall
+from ds4py.server.api.json_body import Number, count, decode, is_absent, last_given, source, wrong
+from ds4py.server.api.options import (
+    Options,
+    ResponseFormat,
+    Sampled,
+    effort_word,
+    form_of,
+    model_name,
+    sampling_of,
+    thinking_word,
+)
+from ds4py.server.api.responses.tools import Toolbox, full_name, read_tools
+
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_SUMMARIES: Final = frozenset({"auto", "concise", "detailed"})
+_TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_CALLS: Final = {
+    "function_call": None,
+    "custom_tool_call": None,
+    "local_shell_call": "local_shell",
+    "web_search_call": "web_search_call",
+    "tool_search_call": "tool_search",
+    "image_generation_call": "image_generation_call",
+}
+_RESULTS: Final = frozenset(
+    name.removesuffix("_call") + suffix for name in _CALLS for suffix in ("_call_output", "_output")
+)
+_SKIPPED: Final = frozenset({"compaction", "context_compaction"})
+
+
+class _Block(msgspec.Struct):
+    type: str | None = None
+    text: str | None = None
+
+
+class _Item(msgspec.Struct):
+    type: str | None = None
+    status: str | None = None
+    role: str | None = None
+    content: str | list[_Block | str] | None = None
+    summary: str | list[_Block | str] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    action: msgspec.Raw = msgspec.Raw(b"")
+    output: msgspec.Raw = msgspec.Raw(b"")
+    tools: list[msgspec.Raw] | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class _Text(msgspec.Struct):
+    format: ResponseFormat | None = None
+
+
+class _Body(Sampled):
+    input: str | list[_Item] | None = None
+    instructions: str | None = None
+    max_output_tokens: Number | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: Any = None
+    reasoning: _Reasoning | None = None
+    text: _Text | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A checked body.
+
+    Args:
+        messages: At least one.
+        options: What it says about its answer.
+        toolbox: Those that the model may call.
+        summary: The client wants to see the reasoning.
+        names_tools: The body says something about tools, if only that there are none.
+    """
+
+    messages: tuple[Message, ...]
+    options: Options
+    toolbox: Toolbox
+    summary: bool
+    names_tools: bool
+
+
+def read_responses(body: bytes, defaults: SamplingParams) -> ResponsesRequest:
+    """Check a body.
+
+    Args:
+        body: The bytes that came.
+        defaults: Sampling of requests that name no value.
+
+    Raises:
+        RequestError: Status 400; the sentence says what was found and what was expected.
+    """
+    parsed = decode(body, _Body)
+    _check_stateless(parsed)
+    if parsed.input is None:
+        raise RequestError("missing input", param="input")
+    items = [_Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
+    if not items or len(items) > MAX_MESSAGES:
+        raise wrong("input", f"{len(items)} items", f"1 to {MAX_MESSAGES}")
+    choice = _tool_choice(parsed.tool_choice)
+    searches = (item for item in items if item.type == "tool_search_output")
+    found = [tool for item in searches for tool in item.tools or ()]
+    offered = [] if choice == "none" else [*(parsed.tools or ()), *found]
+    system = [Message("system", parsed.instructions)] if parsed.instructions else []
+    return ResponsesRequest(
+        (*system, *_turns(items)),
+        _options(parsed, body, defaults),
+        read_tools(offered),
+        summary=bool(parsed.reasoning and parsed.reasoning.summary in _SUMMARIES),
+        names_tools=choice == "none" or parsed.tools is not None,
+    )
+
+
+def _check_stateless(parsed: _Body) -> None:
+    for name in ("previous_response_id", "conversation"):
+        if getattr(parsed, name) is not None:
+            raise RequestError(
+                f"{name} is not supported: this server keeps no responses; "
+                "replay the full input history",
+                param=name,
+            )
+
+
+def _tool_choice(choice: Any) -> str:
+    if choice is None or choice in ("none", "auto"):
+        return choice or "auto"
+    if isinstance(choice, str):
+        raise RequestError(
+            f"tool_choice={ascii(choice)[1:-1]:.40} not supported", param="tool_choice"
+        )
+    raise RequestError("forced tool_choice not supported", param="tool_choice")
+
+
+def _options(parsed: _Body, body: bytes, defaults: SamplingParams) -> Options:
+    name, budget = last_given(
+        body, max_tokens=parsed.max_tokens, max_output_tokens=parsed.max_output_tokens
+    )
+    effort = parsed.reasoning.effort if parsed.reasoning else None
+    word = effort_word("reasoning.effort", effort)
+    return Options(
+        model=model_name(parsed.model),
+        max_tokens=count(name, budget),
+        sampling=sampling_of(defaults, temperature=parsed.temperature, top_p=parsed.top_p),
+        stream=bool(parsed.stream),
+        think=word or thinking_word(parsed.model, None, on=None),
+        form=form_of(parsed.text.format if parsed.text else None, "text.format"),
+    )
+
+
+def _turns(items: Sequence[_Item]) -> Iterator[Message]:
+    """Read items; calls join the assistant's message before them, reasoning the one behind it."""
+    pending: Message | None = None  # the assistant's turn as far as it was read
+    for n, item in enumerate(items):
+        part = _assistants_part(item, n)
+        if part is not None:
+            if pending is not None and not _joins(pending, part):
+                yield pending
+                pending = None
+            pending = part if pending is None else _joined(pending, part)
+            continue
+        if pending is not None:
+            yield pending
+            pending = None
+        yield from _other(item, n)
+    if pending is not None:
+        yield pending
+
+
+def _assistants_part(item: _Item, n: int) -> Message | None:
+    """Return what an item adds to an assistant's turn; None if it is no part of one."""
+    _check_whole(item, n)
+    if item.type in _CALLS:
+        return Message("assistant", "", calls=(_call(item, n),))
+    if item.type == "reasoning":
+        texts = [_text(item.summary, n), _text(item.content, n)]
+        return Message("assistant", "", reasoning="\n".join(filter(None, texts)))
+    if item.type in (None, "message") and item.role == "assistant":
+        return Message("assistant", _text(item.content, n))
+    return None
+
+
+def _joins(before: Message, part: Message) -> bool:
+    """Tell whether a part belongs to the same turn as those before it."""
+    if part.calls:
+        return True
+    return not (before.content or before.calls)
+
+
+def _joined(before: Message, part: Message) -> Message:
+    return replace(
+        before,
+        content=before.content + part.content,
+        reasoning="\n".join(filter(None, (before.reasoning, part.reasoning))),
+        calls=before.calls + part.calls,
+    )
+
+
+def _other(item: _Item, n: int) -> Iterator[Message]:
+    if item.type in _SKIPPED:
+        return
+    if item.type in _RESULTS:
+        yield Message("tool", _output(item, n), call_id=item.call_id or "")
+    elif item.type in (None, "message"):
+        role = item.role or "user"
+        if role in _ROLES:
+            yield Message(role, _text(item.content, n))
+    else:
+        known = ", ".join(["message", "reasoning", *_CALLS, "and their outputs"])
+        raise RequestError(
+            f"invalid JSON request: input[{n}].type: got {item.type!a:.40}, expected {known}",
+            param=f"input[{n}]",
+        )
+
+
+def _check_whole(item: _Item, n: int) -> None:
+    if item.status not in (None, "completed"):
+        raise RequestError(
+            f"invalid JSON request: input[{n}].status: got {item.status!a:.40}, expected completed;"
+            " leave half-finished items out",
+            param=f"input[{n}]",
+        )
+
+
+def _call(item: _Item, n: int) -> PastCall:
+    name = _CALLS[item.type or ""] or full_name(item.namespace, item.name or "")
+    given = [raw for raw in (item.arguments, item.input, item.action) if not is_absent(raw)]
+    text = source(given[0], f"input[{n}]") if given else "{}"
+    if text.startswith('"'):
+        plain = msgspec.json.decode(text, type=str)
+        custom = item.type == "custom_tool_call"
+        text = msgspec.json.encode({"input": plain}).decode() if custom else plain
+    return PastCall(item.call_id or "", name, text)
+
+
+def _output(item: _Item, n: int) -> str:
+    """Return the text of a result: a string, blocks of text, or any other value as its JSON."""
+    if is_absent(item.output):
+        return "" if item.tools is None else "tools were found"
+    text = source(item.output, f"input[{n}]")
+    if text.startswith('"'):
+        return msgspec.json.decode(text, type=str)
+    if text.startswith("["):
+        return _text(_blocks(item.output, n), n)
+    return text
+
+
+def _blocks(raw: msgspec.Raw, n: int) -> list[_Block | str]:
+    try:
+        return msgspec.json.decode(raw, type=list[_Block | str])
+    except msgspec.ValidationError as error:
+        raise wrong(f"input[{n}].output", "a list of other things", "blocks of text") from error
+
+
+def _text(content: str | list[_Block | str] | None, n: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_block_text(block, n) for block in content)
+
+
+def _block_text(block: _Block | str, n: int) -> str:
+    if isinstance(block, str):
+        return block
+    if block.type not in _TEXTS:
+        raise RequestError(
+            f"invalid JSON request: input[{n}]: got a block of type {block.type!a:.40}, "
+            f"expected one of {', '.join(sorted(_TEXTS))}",
+            param=f"input[{n}]",
+        )
+    return block.text or ""

@@ -1,1 +1,0 @@
-"""Bodies of requests: JSON bytes to checked values, one module per dialect."""

@@ -1,1 +1,0 @@
-"""What each POST route makes of a body: a checked request, its prompt, shapes of its reply."""

@@ -1,1 +1,0 @@
-"""Shapes of replies: events to JSON and to the bytes of a stream, one module per dialect."""

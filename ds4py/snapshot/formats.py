@@ -1,0 +1,69 @@
+"""Both forms of saved sessions, for whoever moves them without caring which it is.
+
+Owns: which form a model's sessions have. Refuses to know: either form's bytes. Invariant: of one
+model there is one form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds4py.layer_range import LayerSpan
+from ds4py.snapshot.binary import Buffer
+from ds4py.snapshot.ds4_format import (
+    Shard,
+    read_dsv4,
+    read_dsvl,
+    shard_bytes,
+    write_dsv4,
+    write_dsvl,
+)
+from ds4py.snapshot.layout import CacheSizes
+from ds4py.snapshot.mha_format import (
+    PlainShard,
+    PlainSizes,
+    read_dpkl,
+    read_dpkv,
+    write_dpkl,
+    write_dpkv,
+)
+from ds4py.snapshot.session_state import Whole
+
+SavedSizes = CacheSizes | PlainSizes
+"""What the payloads of a model depend on."""
+
+SavedShard = Shard | PlainShard
+"""The cache of some layers of a session."""
+
+
+def shard_sizes(sizes: SavedSizes, span: LayerSpan, n_tokens: int) -> list[int]:
+    """Return the bytes that a stage's shard may have, in ascending order; never empty."""
+    if isinstance(sizes, CacheSizes):
+        return [shard_bytes(sizes, span, n_tokens)]
+    return sizes.shard_sizes(span, n_tokens)
+
+
+def read_whole(raw: Buffer, sizes: SavedSizes, *, n_ctx: int) -> Whole[SavedShard]:
+    """Read a whole session; see `read_dsv4`, `read_dpkv`."""
+    if isinstance(sizes, CacheSizes):
+        return read_dsv4(raw, sizes, n_ctx=n_ctx)
+    return read_dpkv(raw, sizes, n_ctx=n_ctx)
+
+
+def read_shard(
+    raw: Buffer, sizes: SavedSizes, span: LayerSpan, *, n_ctx: int, n_tokens: int
+) -> SavedShard:
+    """Read some layers of a session; see `read_dsvl`, `read_dpkl`."""
+    if isinstance(sizes, CacheSizes):
+        return read_dsvl(raw, sizes, span, n_ctx=n_ctx, n_tokens=n_tokens)
+    return read_dpkl(raw, sizes, span, n_ctx=n_ctx, n_tokens=n_tokens)
+
+
+def write_whole(whole: Whole[Any]) -> list[memoryview]:
+    """Return the pieces of a whole session's payload: views into its own arrays."""
+    return write_dsv4(whole) if isinstance(whole.cache, Shard) else write_dpkv(whole)
+
+
+def write_shard(shard: SavedShard) -> list[memoryview]:
+    """Return the pieces of a shard's payload: views into its own arrays."""
+    return write_dsvl(shard) if isinstance(shard, Shard) else write_dpkl(shard)

@@ -1,0 +1,1 @@
+"""Whoever owns layers: what runs next on the device, and what sessions have cached."""

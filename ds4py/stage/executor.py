@@ -1,0 +1,439 @@
+"""The one thread that owns a device.
+
+Owns: the queue in front of a `SliceRunner`, and the calls into it. Refuses to know: where spans
+come from, where results go, whose turn it is (`scheduler`), tensors. Invariant: every call into the
+runner happens on this thread; what waits when the device becomes free is considered as a whole.
+
+Where the runner allows it, a chunk is started while the one before it is computed: its input is on
+the device when that one is done, and that one's output leaves meanwhile. One is ahead at most, and
+results are delivered in the order of the starts. Tokens and calls find nothing on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Started
+from ds4py.errors import CapacityError, ClusterError, Ds4Error
+from ds4py.stage.batch_window import Gather, stages_alike
+from ds4py.stage.mailbox import Mailbox
+from ds4py.stage.scheduler import MAX_BATCH, Kind, Turns
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_QUEUE_DEPTH: Final = 256
+_CLOSING: Final = "this stage is shutting down"
+_LOOK_SECONDS: Final = 5e-4  # between two looks at a chunk that is computed: it takes much longer
+_SOON_SECONDS: Final = 1.0  # in which a session that decodes is here again
+
+
+def _nothing() -> None:
+    """Take no note of a span."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceJob:
+    """One span on its way through the device.
+
+    Args:
+        admit: Called on the device thread right before evaluation; returns the work or raises a
+            `Ds4Error` to refuse it.
+        finish: Called on the device thread with the output or the error; on the submitting thread
+            if the job is refused at the door.
+        session: The timeline that the span continues; its spans run in the order of submission.
+        is_decode: One token: may share a batch with other sessions' single tokens.
+        queued: Called on the device thread when the runner has accepted the span: from then on its
+            tokens count. An error that `finish` is called with afterwards is the device's.
+    """
+
+    session: SessionId
+    admit: Callable[[], SliceWork]
+    finish: Callable[[SliceOutput | Ds4Error], None]
+    is_decode: bool = False
+    queued: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function that waits for the device, behind the spans of a session if it is about one."""
+
+    run: Callable[[], None]
+    session: SessionId | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A chunk that was started."""
+
+    job: DeviceJob
+    started: Started
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its answer is there, be it that the device is broken."""
+        try:
+            return self.started.ready()
+        except Exception:  # noqa: BLE001 - whatever it is, `complete` will tell
+            return True
+
+
+Item = DeviceJob | _Call
+"""What waits for the device."""
+
+
+class DeviceThread:
+    """Runs jobs and calls on one thread, in turns (see `Turns`).
+
+    Args:
+        runner: The slice; closed by `close`.
+        name: Thread name.
+        batching: Whether single tokens of different sessions run together.
+    """
+
+    def __init__(self, runner: SliceRunner, *, name: str = "device", batching: bool = True):
+        self.runner = runner
+        self._batch_size = MAX_BATCH if batching else 1
+        self._queue: Mailbox[Item | None] = Mailbox()  # None ends the thread
+        self._turns: Turns[Item] = Turns()  # touched on the device thread only, but for its length
+        self._gather = Gather(stages_alike(runner.card.n_layers, len(runner.span)))
+        self._overlaps = runner.overlaps
+        self._ahead: _Ahead | None = None  # what was started and not yet delivered
+        self._decoded: set[SessionId] = set()  # sessions of the latest single tokens
+        self._decoded_at = 0.0
+        self._lock = threading.Lock()  # nothing enters the queue behind the None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: DeviceJob) -> None:
+        """Queue a job; `finish` is called exactly once, at once if the job is refused."""
+        refusal = self._enqueue(job)
+        if refusal is not None:
+            _finish(job, refusal)
+
+    def _enqueue(self, item: Item) -> Ds4Error | None:
+        """Queue something, or say why not."""
+        with self._lock:
+            if self._closed:
+                return ClusterError(_CLOSING)
+            if len(self._queue) + len(self._turns) >= _QUEUE_DEPTH:
+                return CapacityError(
+                    "device queue", needed=_QUEUE_DEPTH + 1, available=_QUEUE_DEPTH
+                )
+            self._queue.put(item)
+        return None
+
+    def begin(
+        self, work: SliceWork, *, prepare: Callable[[SliceRunner], None]
+    ) -> Callable[[float], SliceOutput]:
+        """Queue one span.
+
+        Args:
+            work: The span.
+            prepare: Called on the device thread right before evaluation; may refuse by raising.
+
+        Returns:
+            What waits for the output, for so many seconds at most; raises what the runner reports.
+        """
+        done: Future[SliceOutput] = Future()
+
+        def finish(result: SliceOutput | Ds4Error) -> None:
+            if isinstance(result, Ds4Error):
+                done.set_exception(result)
+            else:
+                done.set_result(result)
+
+        def admit() -> SliceWork:
+            prepare(self.runner)
+            return work
+
+        self.submit(DeviceJob(work.session, admit, finish, is_decode=len(work.tokens) == 1))
+        return partial(_wait, done)
+
+    def call(
+        self,
+        function: Callable[[SliceRunner], T],
+        *,
+        timeout: float,
+        session: SessionId | None = None,
+    ) -> T:
+        """Run a function on the device thread and wait for its result; raises what it raises.
+
+        Args:
+            function: Called with the runner.
+            timeout: Seconds to wait.
+            session: What was submitted for this session before is evaluated first. Other sessions'
+                chunks are not waited for.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if self._closed:
+                done.set_exception(ClusterError(_CLOSING))
+                return
+            try:
+                done.set_result(function(self.runner))
+            except Ds4Error as e:
+                done.set_exception(e)
+            except Exception as e:  # a broken device must not end the process silently
+                log.exception("the device failed")
+                done.set_exception(_broken(e))
+
+        refusal = self._enqueue(_Call(run, session))
+        if refusal is not None:
+            raise refusal
+        return _wait(done, timeout)
+
+    def post(
+        self, function: Callable[[SliceRunner], None], *, session: SessionId | None = None
+    ) -> None:
+        """Run a function on the device thread with nobody waiting; otherwise as `call`."""
+
+        def run() -> None:
+            try:
+                function(self.runner)
+            except Exception:  # the device must go on
+                log.exception("the device failed")
+
+        refusal = self._enqueue(_Call(run, session))
+        if refusal is not None:
+            log.debug("left out: %s", refusal)
+
+    def close(self, *, timeout: float = 30.0) -> None:
+        """Finish what is running, refuse the rest, free the device; idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while self._run_next():
+            pass
+        for item in self._turns.drain():  # none is evaluated any more, but each is told
+            self._run_item(item)
+        self.runner.close()
+
+    def _run_next(self) -> bool:
+        """Run one turn, waiting for it if need be; False at the end."""
+        if self._ahead is not None:
+            return self._run_behind(self._ahead)
+        if not len(self._turns):
+            item = self._queue.get()
+            if item is None:
+                return False
+            if not len(self._queue) and self._gather.wanted <= 1:
+                self._run_lone(item)
+                return True
+            self._place(item)
+        if not self._take_in(self._gather.patience):
+            return False
+        self._run_turn()
+        return True
+
+    def _run_behind(self, ahead: _Ahead) -> bool:
+        """Run a turn behind a chunk that was started, or deliver that; False at the end."""
+        goes_on = self._await_more(ahead)
+        if goes_on and len(self._turns) and not self._others_decode(ahead.job.session):
+            self._run_turn()
+        else:
+            self._settle()
+        return goes_on
+
+    def _await_more(self, ahead: _Ahead) -> bool:
+        """Take in what arrives while a chunk is computed; False at the end."""
+        while self._take_in(0.0):
+            if len(self._turns) or ahead.is_done:
+                return True
+            with suppress(queue.Empty):
+                if not self._take_one(_LOOK_SECONDS):
+                    return False
+        return False
+
+    def _others_decode(self, session: SessionId) -> bool:
+        """Whether tokens of another session may come now, which are to wait for one chunk only."""
+        lately = time.monotonic() - self._decoded_at < _SOON_SECONDS
+        return lately and not self._decoded <= {session}
+
+    def _run_lone(self, item: Item) -> None:
+        """Run what waits alone, as all do that one session sends: nothing is to be chosen."""
+        if isinstance(item, DeviceJob):
+            self._turns.went_alone(_kind(item))
+            self._run_jobs([item])
+        else:
+            self._run_item(item)
+
+    def _take_in(self, patience: float) -> bool:
+        """Let all that has arrived, or may in so many seconds, take its place; False at the end."""
+        deadline = time.monotonic() + patience
+        try:
+            while self._take_one(self._hope(deadline)):
+                pass
+        except queue.Empty:
+            return True
+        return False
+
+    def _take_one(self, timeout: float) -> bool:
+        item = self._queue.get(timeout)
+        if item is None:
+            return False
+        self._place(item)
+        return True
+
+    def _place(self, item: Item) -> None:
+        self._turns.add(item.session, _kind(item), item)
+
+    def _hope(self, deadline: float) -> float:
+        """Return the seconds that what waits may wait for company."""
+        enough = len(self._turns) >= self._gather.wanted or self._batch_size == 1
+        if enough or not self._turns.only_singles:
+            return 0.0
+        return max(0.0, deadline - time.monotonic())
+
+    def _run_turn(self) -> None:
+        turn = self._turns.next()
+        assert turn is not None, "something waits, or nothing was taken in"
+        for call in turn.calls:
+            self._run_item(call)
+        jobs = [item for item in turn.batch if isinstance(item, DeviceJob)]
+        for start in range(0, len(jobs), self._batch_size):
+            self._run_jobs(jobs[start : start + self._batch_size])
+
+    def _run_jobs(self, batch: list[DeviceJob]) -> None:
+        if not batch[0].is_decode:
+            self._run_chunk(batch[0])
+            return
+        self._settle()
+        began = time.monotonic()
+        self._run_batch(batch)
+        now, sessions = time.monotonic(), {job.session for job in batch}
+        self._gather.ran(sessions, now - began)
+        self._decoded, self._decoded_at = sessions, now
+
+    def _run_chunk(self, chunk: DeviceJob) -> None:
+        if not self._overlaps:
+            self._run_batch([chunk])
+            return
+        begun = self._start(chunk)
+        self._settle()
+        if isinstance(begun, _Ahead):
+            self._ahead = begun
+        else:
+            _finish(chunk, begun)
+
+    def _run_item(self, item: Item) -> None:
+        if isinstance(item, DeviceJob):
+            self._run_batch([item])
+        else:
+            self._settle()
+            item.run()
+
+    def _settle(self) -> None:
+        """Wait for what was started, and deliver it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            (result,) = _answers(ahead.started.complete, 1)
+            _finish(ahead.job, result)
+
+    def _run_batch(self, batch: list[DeviceJob]) -> None:
+        jobs: list[DeviceJob] = []
+        works: list[SliceWork] = []
+        for job in batch:
+            admitted = self._admit(job)
+            if isinstance(admitted, SliceWork):
+                jobs.append(job)
+                works.append(admitted)
+            else:
+                _finish(job, admitted)
+        if not works:
+            return
+        results = _answers(lambda: self.runner.run(works), len(works))
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, SliceOutput):
+                _queued(job)
+            _finish(job, result)
+
+    def _admit(self, job: DeviceJob) -> SliceWork | Ds4Error:
+        if self._closed:
+            return ClusterError(_CLOSING)
+        try:
+            return job.admit()
+        except Ds4Error as e:
+            return e
+        except Exception as e:  # a bug in one span must not stop the others
+            log.exception("admission of a span failed")
+            return ClusterError(f"internal error: {type(e).__name__}: {e}")
+
+    def _start(self, job: DeviceJob) -> _Ahead | Ds4Error:
+        """Have the device evaluate a span without waiting for it."""
+        admitted = self._admit(job)
+        if isinstance(admitted, Ds4Error):
+            return admitted
+        try:
+            started = self.runner.start([admitted])
+        except Exception as e:  # a broken device must not end the process silently
+            log.exception("the device failed")
+            return _broken(e)
+        if started.refused:
+            return started.refused[0]
+        _queued(job)
+        return _Ahead(job, started)
+
+
+def _kind(item: Item) -> Kind:
+    if isinstance(item, _Call):
+        return Kind.CALL
+    return Kind.SINGLE if item.is_decode else Kind.CHUNK
+
+
+def _answers(
+    ask: Callable[[], list[SliceOutput | Ds4Error]], n_spans: int
+) -> list[SliceOutput | Ds4Error]:
+    """Return what the device says to so many spans, be it that it is broken."""
+    error: Ds4Error
+    try:
+        results = list(ask())
+    except Exception as e:  # a broken device must not end the process silently
+        log.exception("the device failed")
+        error = _broken(e)
+    else:
+        if len(results) == n_spans:
+            return results
+        error = ClusterError(f"the device gave {len(results)} answers to {n_spans} spans")
+    return [error] * n_spans
+
+
+def _broken(error: Exception) -> ClusterError:
+    return ClusterError(f"the device failed: {type(error).__name__}: {error}")
+
+
+def _wait(done: Future[T], timeout: float) -> T:
+    try:
+        return done.result(timeout)
+    except TimeoutError:
+        raise ClusterError(f"the device gave no answer within {timeout:g} s") from None
+
+
+def _queued(job: DeviceJob) -> None:
+    try:
+        job.queued()
+    except Exception:  # the span that follows will be refused
+        log.exception("taking note of a span failed")
+
+
+def _finish(job: DeviceJob, result: SliceOutput | Ds4Error) -> None:
+    try:
+        job.finish(result)
+    except Exception:  # whoever waits has its own deadline
+        log.exception("delivering the result of a span failed")

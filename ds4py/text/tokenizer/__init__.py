@@ -1,0 +1,1 @@
+"""Text to token ids and back, as a GGUF file describes it."""

@@ -1,0 +1,1 @@
+"""Where the time of chunks went, and traces of it as files."""

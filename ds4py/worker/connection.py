@@ -1,0 +1,496 @@
+"""One connection that a worker serves: spans in, results out.
+
+Owns: the reader of a control or data connection, the bound on what waits for the device, the
+connections to next hops. Refuses to know: who dialled, how layers are computed. Invariant: each
+WORK gets exactly one RESULT on this connection, and reading stops while `prefetch_depth` spans
+wait, so that back-pressure reaches the sender (docs/spec/wire-protocol.md 8.2). Single tokens hold
+little memory and are to meet in one batch: of these, a whole batch may wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from ds4py.config import Address, SocketConfig, WorkerTuning
+from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork
+from ds4py.errors import (
+    CancelledError,
+    CapacityError,
+    ClusterError,
+    Ds4Error,
+    RemoteProtocolError,
+    TransportError,
+)
+from ds4py.peer.known_peers import Acquaintances
+from ds4py.peer.liveness import Heartbeat, agreed_timeout
+from ds4py.peer.validation import AcceptedWork, WorkerFacts, check_work
+from ds4py.stage.aborts import CalledOff
+from ds4py.stage.executor import DeviceJob, DeviceThread
+from ds4py.stage.scheduler import MAX_BATCH
+from ds4py.stage.session_table import Claim, Timeline, Timelines
+from ds4py.tracing.events import Recorder
+from ds4py.transport.connection import Connection
+from ds4py.transport.cores import run_on
+from ds4py.transport.outbox import Outbox
+from ds4py.wire.conversation import Conversation
+from ds4py.wire.extensions import (
+    Alive,
+    Cancel,
+    Drop,
+    Fork,
+    HopLost,
+    PeerHello,
+    decode_notice,
+    decode_peer_hello,
+    encode_peer_hello,
+)
+from ds4py.wire.frames import ExtType, Frame, FrameType, type_name
+from ds4py.wire.messages import (
+    ErrorText,
+    Result,
+    encode,
+    error_result,
+    forwarded,
+)
+from ds4py.wire.work_messages import RESET_SESSION, RelayedResult
+from ds4py.worker.credits import Places
+from ds4py.worker.forwarder import Answer, Dial, Forwarder, Forwarders
+from ds4py.worker.kv_transfer import MAX_TRANSFERS, ShardService
+from ds4py.worker.profile import profile_stage
+from ds4py.worker.result_frames import final_result, telemetry_of, wanted
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_RESULT_DEPTH: Final = 64
+_DRAIN_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.5
+_DIAL_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What all connections of one worker share.
+
+    Args:
+        facts: The slice, for checking spans.
+        device: The one device.
+        timelines: Sessions; touched on the device thread only, but for `orphan`.
+        tuning: Queues.
+        sockets: Socket options.
+        hello: The answer to another ds4py's handshake.
+        dial: Connects to a next hop.
+        hop_lost: Closes every connection of the worker to a next hop.
+        called_off: Spans that need not be evaluated.
+        acquaintances: Of the whole worker.
+        transfers: Shards that may be in memory.
+        trace: Where single spans leave their times; None keeps none.
+    """
+
+    facts: WorkerFacts
+    device: DeviceThread
+    timelines: Timelines
+    tuning: WorkerTuning
+    sockets: SocketConfig
+    hello: PeerHello
+    dial: Dial
+    hop_lost: Callable[[Address], None]
+    called_off: CalledOff
+    acquaintances: Acquaintances
+    transfers: threading.Semaphore = field(
+        default_factory=lambda: threading.Semaphore(MAX_TRANSFERS)
+    )
+    trace: Recorder | None = None
+
+    def drop(self, session: SessionId) -> None:
+        """Free a session's caches once what waits of it for the device is done."""
+
+        def free(runner: SliceRunner) -> None:
+            self.timelines.forget(session)
+            runner.drop(session)
+
+        self.device.post(free, session=session)
+
+    def with_room(self, step: Callable[[], T], spare: Collection[SessionId]) -> T:
+        """Do what takes cache memory, on the device thread, giving up orphans while it is short.
+
+        Args:
+            step: Changes nothing when it fails.
+            spare: Sessions that it is about.
+
+        Raises:
+            CapacityError: There is too little even without the sessions of closed connections.
+        """
+        while True:
+            try:
+                return step()
+            except CapacityError:
+                orphan = self.timelines.give_up(spare)
+                if orphan is None:
+                    raise
+                self.device.runner.drop(orphan)
+
+    def copy_head(self, fork: Fork, owner: Hashable) -> None:
+        """Let a session begin as another one did, on the device thread.
+
+        Raises:
+            PrefixMismatchError: The other one does not hold these tokens.
+            CapacityError: There is no room.
+        """
+        source, target = SessionId(fork.session_from), SessionId(fork.session_to)
+        runner, spare = self.device.runner, (source, target)
+        tokens = self.timelines.head(source, fork.n_tokens, fork.prefix_hash)
+        for gone in self.timelines.vacate(target, spare):
+            runner.drop(gone)
+        self.with_room(lambda: runner.fork(source, target, fork.n_tokens), spare)
+        self.timelines.adopt(target, tokens, fork.prefix_hash, owner)
+
+
+@dataclass(slots=True)
+class _Passage:
+    """A span on its way through the stage.
+
+    Args:
+        accepted: What was asked for.
+        claim: The same, for its timeline.
+        forwarder: The way to the next hop; None on the last one.
+        line: The timeline that it continues, once the device was given it.
+    """
+
+    accepted: AcceptedWork
+    claim: Claim
+    forwarder: Forwarder | None
+    line: Timeline | None = None
+
+
+class Upstream:
+    """Serves one connection.
+
+    Args:
+        connection: Accepted or dialled; closed at the end.
+        stage: What all connections of the process share.
+        name: For logs.
+        conversation: Where the connection stands; kept by the reader, who leaves out the RESULTs:
+            they come from other threads, are matched by request id, and change no state.
+        peer: What another ds4py has said about itself already, if it has.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        stage: Stage,
+        name: str,
+        conversation: Conversation,
+        peer: PeerHello | None = None,
+    ):
+        self._connection = connection
+        self._stage = stage
+        self._name = name
+        self._conversation = conversation
+        tuning = stage.tuning
+        self._room = Places(tuning.prefetch_depth + 1 if tuning.prefetch else 1)
+        self._token_room = Places(MAX_BATCH) if tuning.prefetch else self._room
+        self._outbox = Outbox(
+            connection,
+            depth=_RESULT_DEPTH,
+            name=f"{name} send",
+            timeout=stage.sockets.send_timeout,
+        )
+        self._profile = profile_stage(
+            stage.trace, stage.facts.span, name, log_decode=tuning.decode_profile
+        )
+        self._patience = float("inf")
+        self._forwarders = Forwarders(
+            window=tuning.forward_window, dial=self._dial, reply=self._relay
+        )
+        self._shards = ShardService(
+            connection, self._outbox, conversation, stage=stage, owner=self, name=name
+        )
+        self._dropped = False
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._unfinished = 0
+        self._draining = False
+        self._heartbeat: Heartbeat | None = None
+        if peer is not None:
+            self._meet(peer)
+
+    def run(self) -> str | None:
+        """Serve until the connection ends; return the peer's parting ERROR text, if any."""
+        parting: str | None = None
+        run_on(self._connection.cores)
+        try:
+            while (frame := self._connection.receive()) is not None:
+                if frame.type == FrameType.ERROR and not frame.discarded:
+                    parting = ErrorText(bytes(frame.body)).text
+                    break
+                self._handle(frame)
+            else:
+                self._finish_queued()
+        except TransportError as e:
+            log.info("%s: %s", self._name, e)
+        except Ds4Error as e:
+            log.warning("%s: %s", self._name, e)
+        except Exception:  # one connection's bug must not take the others along
+            log.exception("%s failed", self._name)
+        self._dropped = True
+        self.close()
+        self._forwarders.close()
+        self._stage.timelines.orphan(self)
+        return parting
+
+    def close(self) -> None:
+        """End the connection from any thread, after sending what waits; idempotent."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._outbox.close()
+        self._outbox.join(1.0)
+        self._connection.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def forget_hop(self, address: Address) -> None:
+        """Close the connection to a next hop that is lost."""
+        self._forwarders.forget(address)
+
+    def _finish_queued(self) -> None:
+        """After an orderly end of stream, queued spans are still evaluated and answered."""
+        with self._changed:
+            self._draining = True
+            deadline = time.monotonic() + _DRAIN_SECONDS
+            while self._unfinished and not self._connection.closed and time.monotonic() < deadline:
+                self._changed.wait(_POLL_SECONDS)
+
+    def _handle(self, frame: Frame) -> None:
+        self._check_turn(frame)
+        match frame.type:
+            case FrameType.WORK:
+                self._work(frame)
+            case FrameType.SNAPSHOT_SAVE_REQ:
+                self._shards.save(frame)
+            case FrameType.SNAPSHOT_LOAD_BEGIN:
+                self._shards.load(frame)
+            case ExtType.HELLO:
+                self._greet(frame)
+            case _:  # the table admits nothing else
+                self._heed(frame)
+
+    def _check_turn(self, frame: Frame) -> None:
+        """Answer an ERROR to a frame that is not accepted, or not now."""
+        fault = None
+        if frame.discarded:
+            fault = RemoteProtocolError(f"the peer sent {type_name(frame.type)}", kind="F-TYPE")
+        else:
+            try:
+                self._conversation.received(frame.type)
+            except RemoteProtocolError as e:
+                fault = e
+        if fault is not None:
+            self._outbox.put(encode(ErrorText.of("unsupported distributed worker frame")))
+            raise fault
+
+    def _greet(self, frame: Frame) -> None:
+        """Answer another ds4py's handshake; it decides whether we fit and tells us if not."""
+        hello = decode_peer_hello(frame.body)
+        self._conversation.sent(ExtType.HELLO)
+        self._outbox.put(encode_peer_hello(self._stage.hello))
+        self._meet(hello)
+
+    def _meet(self, peer: PeerHello) -> None:
+        """Take note of who the peer is, and watch it if it wants that."""
+        self._patience = _DIAL_SECONDS
+        self._stage.acquaintances.meet(f"{peer.role} {self._connection.peer.host}", peer)
+        timeout = agreed_timeout(self._stage.hello.alive_timeout, peer.alive_timeout)
+        if timeout is not None:
+            self._heartbeat = Heartbeat(self._connection, self._outbox, timeout, self._silent)
+
+    def _silent(self, loss: TransportError) -> None:
+        log.warning("%s: given up: %s", self._name, loss.what)
+        self._connection.close()
+
+    def _heed(self, frame: Frame) -> None:
+        """Do what a notice says."""
+        match decode_notice(frame):
+            case Alive():
+                pass  # its arrival was all
+            case Cancel(session_id, last_request):
+                self._stage.called_off.mark(SessionId(session_id), last_request)
+            case Drop(session_id):
+                self._stage.drop(SessionId(session_id))
+            case HopLost(host, port):
+                self._stage.hop_lost(Address(host, port))
+            case Fork() as fork:
+                self._fork(fork)
+
+    def _fork(self, fork: Fork) -> None:
+        """Copy the head of a session once what waits of the other one for the device is done."""
+
+        def copy(_: SliceRunner) -> None:
+            try:
+                self._stage.copy_head(fork, self)
+            except Ds4Error as e:  # the span that continues it is refused as well
+                log.debug("%s: the head of a session is not copied: %s", self._name, e)
+            if self._dropped:  # it came to be ours after our sessions were given up
+                self._stage.timelines.orphan(self)
+
+        self._stage.device.post(copy, session=SessionId(fork.session_to))
+
+    def _work(self, frame: Frame) -> None:
+        verdict = check_work(frame.body, self._stage.facts)
+        if not isinstance(verdict, AcceptedWork):
+            log.warning("%s: refused a span: %s", self._name, verdict.text)
+            self._outbox.put(encode(error_result(verdict.request_id, verdict.text)))
+            return
+        if self._profile is not None:
+            self._profile.arrived(verdict.work)
+        forwarder = self._forwarder(verdict)
+        room = self._room_for(verdict)
+        while not room.take(timeout=_POLL_SECONDS):
+            if self._connection.closed:  # then nobody gives room back any more
+                return
+        with self._lock:
+            self._unfinished += 1
+        work = verdict.work
+        claim = Claim(
+            session=SessionId(work.session_id),
+            tokens=work.tokens,
+            pos0=work.pos0,
+            prefix_hash=work.prefix_hash,
+            result_hash=work.result_hash,
+            reset=bool(int(work.flags) & RESET_SESSION),
+        )
+        passage = _Passage(verdict, claim, forwarder)
+        self._stage.device.submit(
+            DeviceJob(
+                claim.session,
+                lambda: self._admit(verdict, claim),
+                lambda result: self._finish(passage, result),
+                is_decode=work.n_tokens == 1,
+                queued=lambda: self._queued(passage),
+            )
+        )
+
+    def _forwarder(self, accepted: AcceptedWork) -> Forwarder | None:
+        """Choose the way to the next hop; None on the last one.
+
+        When a span arrives and not when it is evaluated: should the next hop be lost between, the
+        span is not to dial it anew.
+        """
+        entry = accepted.next_entry
+        return None if entry is None else self._forwarders.to(entry.host, entry.port)
+
+    def _dial(self, address: Address, stopped: Callable[[], bool]) -> Connection:
+        """Connect to a next hop.
+
+        Another ds4py names stages that it is connected to itself. If we can not reach one, it is
+        lost; then the coordinator finds another, or waits better than we can.
+        """
+        end = time.monotonic() + self._patience
+        return self._stage.dial(address, lambda: stopped() or time.monotonic() >= end)
+
+    def _admit(self, accepted: AcceptedWork, claim: Claim) -> SliceWork:
+        """Check the session on the device thread and prepare its caches."""
+        if self._dropped:
+            raise CancelledError("the connection that asked is gone")
+        if self._stage.called_off.covers(claim.session, accepted.work.request_id):
+            raise CancelledError("cancelled")
+        runner = self._stage.device.runner
+        admission = self._stage.timelines.admit(claim, self)
+        if admission.evict is not None:
+            runner.drop(admission.evict)
+        if admission.rewind_to is not None:
+            runner.rewind(claim.session, admission.rewind_to)
+        end = claim.pos0 + len(claim.tokens)
+        self._stage.with_room(lambda: runner.reserve(claim.session, end), (claim.session,))
+        if self._profile is not None:
+            self._profile.started(accepted.work.request_id)
+        return SliceWork(
+            session=claim.session,
+            tokens=claim.tokens,
+            pos0=claim.pos0,
+            hidden=accepted.hidden,
+            reset=admission.reset,
+            want=wanted(accepted),
+            reply_bits=accepted.work.bits,
+        )
+
+    def _queued(self, passage: _Passage) -> None:
+        """Record that the device was given a span, on its thread: the next one may follow."""
+        stage, session = self._stage, passage.claim.session
+        passage.line = stage.timelines.commit(passage.claim)
+        if stage.timelines.get(session) is None:  # given up since the span was admitted
+            stage.device.runner.drop(session)
+
+    def _finish(self, passage: _Passage, output: SliceOutput | Ds4Error) -> None:
+        """Record what the device did and send it on its way, on the device thread."""
+        accepted, claim, forwarder = passage.accepted, passage.claim, passage.forwarder
+        if isinstance(output, SliceOutput) and passage.line is not None and not passage.line.valid:
+            output = ClusterError("an earlier span of the session failed")
+        try:
+            if self._profile is not None:
+                request, goes_on = accepted.work.request_id, forwarder is not None
+                self._profile.evaluated(request, output, forwarded=goes_on)
+            if isinstance(output, SliceOutput):
+                self._deliver(accepted, forwarder, output)
+            else:
+                self._stage.timelines.evaluation_failed(claim, output, passage.line)
+                level = logging.DEBUG if isinstance(output, CancelledError) else logging.WARNING
+                log.log(level, "%s: span at %d failed: %s", self._name, claim.pos0, output)
+                refusal = error_result(accepted.work.request_id, str(output))
+                self._outbox.put(encode(refusal), lambda _: self._answered(accepted))
+        except TransportError as e:
+            log.debug("%s: result not delivered: %s", self._name, e)
+            self._answered(accepted)
+        except Exception:  # a span without its RESULT would be waited for in vain
+            log.exception("%s: result not delivered", self._name)
+            self._answered(accepted)
+            self._connection.close()
+        if self._dropped:  # it was admitted for us after our sessions were given up
+            self._stage.timelines.orphan(self)
+
+    def _room_for(self, accepted: AcceptedWork) -> Places:
+        return self._token_room if len(accepted.work.tokens) == 1 else self._room
+
+    def _answered(self, accepted: AcceptedWork) -> None:
+        """Take note that a RESULT of our own was sent."""
+        self._room_for(accepted).give_back()
+        self._concluded()
+
+    def _concluded(self) -> None:
+        """Take note that a span needs nothing more of this connection."""
+        with self._lock:
+            self._unfinished -= 1
+            if self._draining:
+                self._changed.notify_all()
+
+    def _relay(self, result: Answer) -> None:
+        """Send the RESULT of a span that was forwarded."""
+        if self._profile is not None:
+            self._profile.relayed(result if isinstance(result, Result) else _own_part(result))
+        try:
+            self._outbox.put(result.encode())
+        finally:
+            self._concluded()
+
+    def _deliver(
+        self, accepted: AcceptedWork, forwarder: Forwarder | None, output: SliceOutput
+    ) -> None:
+        work, telemetry = accepted.work, telemetry_of(accepted, output)
+        if forwarder is None:
+            result = final_result(accepted, output, telemetry)
+            self._outbox.put(encode(result), lambda _: self._answered(accepted))
+            return
+        assert output.hidden is not None
+        assert accepted.next_entry is not None
+        onward = forwarded(work, accepted.next_entry, output.hidden.data, work.bits)
+        forwarder.forward(onward, telemetry, self._room_for(accepted).give_back)
+
+
+def _own_part(relayed: RelayedResult) -> Result:
+    """Return what the profile looks at."""
+    return Result(request_id=relayed.header.request_id, telemetry=(relayed.record,))

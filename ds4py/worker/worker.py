@@ -1,0 +1,261 @@
+"""A worker: owns one slice, serves whoever connects, dials its coordinator if told to.
+
+Owns: the worker's life cycle (docs/spec/wire-protocol.md 8.1), its listener, its control
+connection. Refuses to know: what is said on a connection (`connection`), tensors. Invariant: a bad
+peer ends its own connection at most; the device and all other connections go on, and nobody gives
+up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ds4py.config import Address, SocketConfig, WorkerConfig
+from ds4py.contracts import SliceRunner
+from ds4py.errors import Ds4Error
+from ds4py.peer.hello import plain_hello, worker_hello
+from ds4py.peer.known_peers import Acquaintances
+from ds4py.peer.validation import WorkerFacts
+from ds4py.stage.aborts import CalledOff
+from ds4py.stage.executor import DeviceThread
+from ds4py.stage.session_table import Timelines
+from ds4py.tracing.events import Recorder
+from ds4py.transport.connection import Connection
+from ds4py.transport.sockets import Listener, connect
+from ds4py.wire.conversation import Conversation, Role
+from ds4py.wire.extensions import PeerHello
+from ds4py.wire.frames import coordinator_limits, plain_limits, worker_limits
+from ds4py.wire.messages import ErrorText
+from ds4py.worker.connection import Stage, Upstream
+from ds4py.worker.registration import Enlistment, Papers
+
+log = logging.getLogger(__name__)
+
+RECONNECT_PAUSE: Final = 1.0
+MAX_CONNECTIONS: Final = 256
+_JOIN_SECONDS: Final = 10.0
+_FLEETING_SECONDS: Final = 10.0  # a connection that ends sooner is no news if it ends as before
+
+
+def worker_facts(runner: SliceRunner) -> WorkerFacts:
+    """Return what spans are checked against."""
+    card = runner.card
+    return WorkerFacts(
+        model_id=card.model_id,
+        span=runner.span,
+        n_layers=card.n_layers,
+        n_ctx=runner.n_ctx,
+        n_vocab=card.n_vocab,
+        hidden_width=card.hidden_width,
+    )
+
+
+def data_listener(config: WorkerConfig, sockets: SocketConfig) -> Listener:
+    """Open a worker's data port.
+
+    Raises:
+        ConfigError: It can not be used.
+    """
+    return Listener(config.listen or Address("", 0), sockets)
+
+
+class Worker:
+    """Serves one slice until it is closed.
+
+    Args:
+        runner: The slice; owned and closed by the worker.
+        config: Addresses and queues.
+        sockets: Socket options.
+        listener: The data port, if it is open already; owned from now on.
+        trace: Where single spans leave their times; None keeps none.
+
+    Raises:
+        ConfigError: The data port can not be used.
+    """
+
+    def __init__(
+        self,
+        runner: SliceRunner,
+        config: WorkerConfig,
+        sockets: SocketConfig,
+        listener: Listener | None = None,
+        trace: Recorder | None = None,
+    ):
+        self._config = config
+        self._sockets = sockets
+        self._runner = runner
+        self._listener = listener or data_listener(config, sockets)
+        self._stage = Stage(
+            facts=worker_facts(runner),
+            device=DeviceThread(runner, batching=config.tuning.batching),
+            timelines=Timelines(runner.n_slots, can_rewind=runner.can_rewind),
+            tuning=config.tuning,
+            sockets=sockets,
+            hello=worker_hello(runner, self.address.port, config),
+            dial=self._dial_next_hop,
+            hop_lost=self._forget_hop,
+            called_off=CalledOff(),
+            acquaintances=Acquaintances(runner.card),
+            trace=trace,
+        )
+        limits = worker_limits(runner.n_ctx, runner.card.hidden_width)
+        self._limits = plain_limits(limits) if config.plain else limits
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._upstreams: set[Upstream] = set()
+        self._threads: list[threading.Thread] = []
+        self._served: set[threading.Thread] = set()  # one for each data connection
+        self._refusal = ""
+
+    @property
+    def address(self) -> Address:
+        """The data port that is bound."""
+        return self._listener.address
+
+    def start(self) -> None:
+        """Begin to accept, and to dial the coordinator if there is one."""
+        self._spawn(self._accept, "accept")
+        if self._config.coordinator is not None:
+            self._spawn(self._control, "control")
+        log.info("layers %s, listening on %s", self._stage.facts.span, self.address)
+
+    def wait(self) -> None:
+        """Block until the worker is closed from another thread or by a signal."""
+        while not self._stopping.wait(0.5):
+            pass
+
+    def close(self) -> None:
+        """Close every connection, free the device, end all threads; idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._listener.close()
+        with self._lock:
+            upstreams = list(self._upstreams)
+        for upstream in upstreams:
+            upstream.close()
+        self._stage.device.close(timeout=_JOIN_SECONDS)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:  # after these, no further connection comes
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            served = list(self._served)
+        for thread in served:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _spawn(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while (sock := self._listener.accept()) is not None:
+            try:
+                connection = Connection(sock, self._sockets, self._limits)
+            except Ds4Error as e:
+                log.debug("accepted connection is gone already: %s", e)
+                sock.close()
+                continue
+            if len(self._served) >= MAX_CONNECTIONS:  # each takes two threads
+                log.debug("%s: turned away, %d others are served", connection.peer, MAX_CONNECTIONS)
+                connection.close()
+                continue
+            name = f"data {connection.peer}"
+            thread = threading.Thread(
+                target=self._serve_data, args=(connection, name), name=name, daemon=True
+            )
+            with self._lock:
+                self._served.add(thread)
+            thread.start()
+
+    def _serve_data(self, connection: Connection, name: str) -> None:
+        try:
+            conversation = Conversation(Role.DATA_SERVER)
+            self._tell_refusal(self._serve(connection, name, conversation), name)
+        finally:
+            with self._lock:
+                self._served.discard(threading.current_thread())
+
+    def _tell_refusal(self, text: str | None, name: str) -> None:
+        """Log why a peer parted with an ERROR: once, since it may try again each second."""
+        if text is not None and text != self._refusal:
+            log.error("%s: the peer refused us: %s", name, text)
+        self._refusal = text or ""
+
+    def _serve(
+        self,
+        connection: Connection,
+        name: str,
+        conversation: Conversation,
+        peer: PeerHello | None = None,
+    ) -> str | None:
+        """Serve one connection to its end; return the peer's parting ERROR text, if any."""
+        upstream = Upstream(connection, self._stage, name, conversation, peer)
+        with self._lock:
+            self._upstreams.add(upstream)
+        try:
+            if self._stopping.is_set():
+                upstream.close()
+            return upstream.run()
+        finally:
+            with self._lock:
+                self._upstreams.discard(upstream)
+
+    def _control(self) -> None:
+        """Dial the coordinator, serve it, and dial again for ever (spec 8.1)."""
+        address = self._config.coordinator
+        assert address is not None
+        enlistment = self._enlistment(address)
+        said = ""
+        while not self._stopping.is_set():
+            start = time.monotonic()
+            text = self._serve_coordinator(address, enlistment)
+            repeated = text == said and time.monotonic() - start < _FLEETING_SECONDS
+            if not (repeated or self._stopping.is_set()):  # it may go on for hours
+                log.warning("coordinator %s %s; dialling again", address, text)
+            said = text
+            self._stopping.wait(RECONNECT_PAUSE)
+
+    def _enlistment(self, address: Address) -> Enlistment:
+        papers = Papers(
+            plain=plain_hello(self._runner, self.address.port),
+            extended=None if self._config.plain else self._stage.hello,
+            limits=self._limits,
+        )
+        return Enlistment(address, papers, self._sockets, self._stopping.is_set)
+
+    def _serve_coordinator(self, address: Address, enlistment: Enlistment) -> str:
+        """Dial once and serve; return why that ended."""
+        try:
+            enlisted = enlistment.dial()
+            if isinstance(enlisted, ErrorText):
+                return f"refused us: {enlisted.text}"
+            connection = enlisted.connection
+            log.debug("connected to coordinator %s", connection.peer)
+            name = f"control {connection.peer}"
+            refusal = self._serve(connection, name, enlisted.conversation, enlisted.peer)
+        except Ds4Error as e:
+            return f"was not reached: {e}"
+        except Exception as e:  # nobody else would dial the coordinator again
+            log.exception("serving coordinator %s failed", address)
+            return f"was given up: {e}"
+        return "is gone" if refusal is None else f"refused us: {refusal}"
+
+    def _forget_hop(self, address: Address) -> None:
+        """Close what leads to a next hop that is lost, whoever asked for it."""
+        with self._lock:
+            upstreams = list(self._upstreams)
+        for upstream in upstreams:
+            upstream.forget_hop(address)
+
+    def _dial_next_hop(self, address: Address, stopped: Callable[[], bool]) -> Connection:
+        """Connect to another worker's data port; no handshake of any kind (spec 5.5)."""
+        sock = connect(address, self._sockets, stopped=lambda: stopped() or self._stopping.is_set())
+        card, n_ctx = self._runner.card, self._runner.n_ctx
+        return Connection(
+            sock, self._sockets, coordinator_limits(card.n_vocab, card.hidden_width, n_ctx)
+        )

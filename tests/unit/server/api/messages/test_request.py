@@ -1,0 +1,147 @@
+"""Bodies of `/v1/messages`: docs/spec/server-and-cli.md 1.4, 1.8, 3.2."""
+
+import json
+
+import pytest
+
+from ds4py.config import SamplingParams
+from ds4py.errors import RequestError
+from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.messages.request import read_messages
+
+DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def read(**fields):
+    return read_messages(json.dumps({"messages": HI, **fields}).encode(), DEFAULTS)
+
+
+def turns(*messages):
+    return read(messages=list(messages)).messages
+
+
+def refusal(**fields):
+    with pytest.raises(RequestError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_every_field_is_read():
+    options = read(
+        model="claude", max_tokens=5, temperature=0, top_p=0.5, top_k=7, stream=True,
+        stop_sequences=["x", "", 3], min_p=0.9, seed=99,
+    ).options  # fmt: skip
+    assert options.sampling == SamplingParams(
+        temperature=0.0, top_k=7, top_p=0.5, min_p=0.1, seed=3
+    ), "min_p and seed are not of this dialect"
+    assert (options.model, options.max_tokens, options.stop) == ("claude", 5, ("x",))
+    assert options.stream
+
+
+def test_a_stop_sequence_may_stand_alone():
+    assert read(stop_sequences="END").options.stop == ("END",)
+
+
+def test_system_texts_go_first_without_those_that_always_change():
+    blocks = [
+        {"type": "text", "text": "x-anthropic-billing-header: 123"},
+        {"type": "text", "text": "You are careful."},
+        {"type": "text", "text": "Be brief."},
+        {"type": "image"},
+    ]
+    assert read(system=blocks).messages == (
+        Message("system", "You are careful.\nBe brief."),
+        Message("user", "hi"),
+    )
+    assert read(system="plain").messages[0] == Message("system", "plain")
+    assert read(system=None).messages == read(system=[]).messages == (Message("user", "hi"),)
+
+
+def test_an_assistants_blocks_become_one_turn():
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "text", "text": "Let me "},
+        {"type": "text", "text": "see."},
+        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"b": 1.0, "a": [1]}},
+        {"type": "redacted_thinking", "data": "x"},
+    ]
+    written = json.dumps(blocks).replace('{"b": 1.0, "a": [1]}', '{"b" : 1.0,"a":[1]}')
+    body = '{"messages":[{"role":"assistant","content":' + written + "}]}"
+    (turn,) = read_messages(body.encode(), DEFAULTS).messages
+    assert turn == Message(
+        "assistant",
+        "Let me see.",
+        reasoning="hm",
+        calls=(PastCall("toolu_1", "f", '{"b" : 1.0,"a":[1]}'),),
+    ), "arguments are the client's own text"
+
+
+def test_results_of_tools_keep_their_place_in_the_turn():
+    content = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "14 C"},
+        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "dry"}]},
+        {"type": "text", "text": "and "},
+        {"type": "text", "text": "now?"},
+    ]
+    assert turns({"role": "user", "content": content}) == (
+        Message("tool", "14 C", call_id="a"),
+        Message("tool", "dry", call_id="b", continues=True),
+        Message("user", "and now?", continues=True),
+    )
+    assert turns({"role": "user", "content": content[:1]}) == (
+        Message("tool", "14 C", call_id="a"),
+    )
+
+
+def test_strange_contents_and_roles():
+    assert turns({"role": "user", "content": None}) == (Message("user", ""),)
+    assert turns({"content": ["a", "b"]}) == (Message("user", "ab"),)
+    found = turns({"role": "robot", "content": "x"}, {"role": "user", "content": "y"})
+    assert found == (Message("user", "y"),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "think"),
+    [
+        ({}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "high"),
+        ({"thinking": {"type": "adaptive"}}, "high"),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}}, "none"),
+        ({"output_config": {"effort": "max"}}, "max"),
+        ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "none"),
+        ({"output_config": {"effort": "low"}, "reasoning_effort": "none"}, "low"),
+        ({"model": "deepseek-chat"}, "none"),
+    ],
+)
+def test_how_much_to_reason(fields, think):
+    assert read(**fields).options.think == think
+
+
+def test_tools_are_the_clients_own_texts():
+    body = b'{"messages":[{"role":"user"}],"tools":[{"name" :"f","input_schema":{}}]}'
+    asked = read_messages(body, DEFAULTS)
+    assert (asked.tools, asked.names_tools) == (('{"name" :"f","input_schema":{}}',), True)
+    refused = read(tools=[{"name": "f"}], tool_choice={"type": "none"})
+    assert (refused.tools, refused.names_tools) == ((), True)
+    assert (read().tools, read().names_tools) == ((), False)
+    assert len(read(tools=[{"name": "f"}], tool_choice={"type": "any"}).tools) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": None}, "missing messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot"}]}, "known role"),
+        ({"messages": "hi"}, "invalid JSON request: messages"),
+        ({"output_config": {"effort": "ultra"}}, "output_config.effort"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"tools": [1]}, "tools[0]"),
+        ({"stream": "yes"}, "invalid JSON request: stream"),
+    ],
+)
+def test_refusals(fields, words):
+    assert words in refusal(**fields).message

@@ -1,0 +1,212 @@
+"""Whose turn it is on a device: order inside a session, no starving, fair shares, full batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds4py.stage.scheduler import Kind, Turn, Turns
+
+CALL, SINGLE, CHUNK = Kind.CALL, Kind.SINGLE, Kind.CHUNK
+
+
+@dataclass(frozen=True)
+class Item:
+    session: int
+    kind: Kind
+    number: int
+
+
+ARRIVAL = st.tuples(st.integers(0, 4), st.sampled_from(Kind))
+FREE = st.none()
+EVENTS = st.lists(st.one_of(ARRIVAL, ARRIVAL, ARRIVAL, FREE), max_size=60)
+"""Something arrives, or the device becomes free."""
+
+
+class Play:
+    """Lets items arrive and turns run; remembers both."""
+
+    def __init__(self, max_batch: int = 32):
+        self.turns: Turns[Item] = Turns(max_batch)
+        self.waiting: list[Item] = []
+        self.done: list[Turn[Item]] = []
+        self._n = 0
+
+    def arrive(self, session: int, kind: Kind) -> None:
+        item = Item(session, kind, self._n)
+        self._n += 1
+        self.waiting.append(item)
+        self.turns.add(session, kind, item)
+
+    def run(self) -> Turn[Item] | None:
+        turn = self.turns.next()
+        if turn is not None:
+            self.done.append(turn)
+            for item in [*turn.calls, *turn.batch]:
+                self.waiting.remove(item)
+        assert len(self.turns) == len(self.waiting)
+        return turn
+
+    def heads(self, kind: Kind) -> list[Item]:
+        """The first item of each session, where it is of a kind."""
+        first: dict[int, Item] = {}
+        for item in self.waiting:
+            first.setdefault(item.session, item)
+        return [item for item in first.values() if item.kind is kind]
+
+    def finish(self) -> None:
+        while self.run() is not None:
+            pass
+
+
+def play(events: list[tuple[int, Kind] | None], max_batch: int = 32) -> Play:
+    p = Play(max_batch)
+    for event in events:
+        if event is None:
+            p.run()
+        else:
+            p.arrive(*event)
+    return p
+
+
+def chunk_of(turn: Turn[Item]) -> Item | None:
+    return next((item for item in turn.batch if item.kind is CHUNK), None)
+
+
+@given(EVENTS)
+def test_each_item_runs_once_and_those_of_a_session_in_their_order(events) -> None:
+    p = play(events)
+    n = p._n
+    p.finish()
+    ran = [item for turn in p.done for item in [*turn.calls, *turn.batch]]
+    assert sorted(item.number for item in ran) == list(range(n))
+    by_session = defaultdict(list)
+    for item in ran:
+        by_session[item.session].append(item.number)
+    assert all(numbers == sorted(numbers) for numbers in by_session.values())
+
+
+@given(EVENTS, st.integers(1, 4))
+def test_a_turn_is_one_chunk_or_all_tokens_that_fit_of_different_sessions(events, most) -> None:
+    p = play(events, most)
+    while True:
+        tokens, calls = p.heads(SINGLE), p.heads(CALL)
+        turn = p.run()
+        if turn is None:
+            break
+        assert turn.calls or turn.batch
+        assert set(calls) <= set(turn.calls)  # never overtaken: it may free what others need
+        assert all(item.kind is CALL for item in turn.calls)
+        if chunk_of(turn) is not None:
+            assert len(turn.batch) == 1
+            continue
+        assert all(item.kind is SINGLE for item in turn.batch)
+        assert len({item.session for item in turn.batch}) == len(turn.batch) <= most
+        if len(tokens) < most:
+            assert set(tokens) <= set(turn.batch)
+        numbers = [item.number for item in turn.batch]  # who came first goes first
+        assert numbers == sorted(numbers)
+
+
+@given(EVENTS)
+def test_what_may_run_waits_for_one_turn_of_the_other_kind_at_most(events) -> None:
+    """Also while others keep arriving: no session's prompt stops tokens, nor do tokens stop it."""
+    p = Play()
+    for event in [*events, None, None]:
+        if event is not None:
+            p.arrive(*event)
+            continue
+        due = p.heads(SINGLE) + p.heads(CALL)
+        chunks = p.heads(CHUNK)
+        before = len(p.done)
+        p.run()
+        p.run()
+        two = p.done[before:]
+        ran = [item for turn in two for item in [*turn.calls, *turn.batch]]
+        assert set(due) <= set(ran)
+        if chunks:
+            assert any(chunk_of(turn) is not None for turn in two)
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
+def test_chunks_of_sessions_take_turns(n_chunks) -> None:
+    p = Play()
+    for session, n in enumerate(n_chunks):
+        for _ in range(n):
+            p.arrive(session, CHUNK)
+    p.finish()
+    order = [turn.batch[0].session for turn in p.done]
+    rounds = [[s for s, n in enumerate(n_chunks) if n > k] for k in range(max(n_chunks))]
+    assert order == [session for one in rounds for session in one]
+
+
+def test_tokens_that_never_end_do_not_stop_a_chunk() -> None:
+    p = Play()
+    p.arrive(9, CHUNK)
+    for _ in range(3):
+        for session in range(3):
+            p.arrive(session, SINGLE)
+        p.run()
+    assert [chunk_of(turn) is not None for turn in p.done] == [False, True, False]
+
+
+def test_a_newcomers_chunk_waits_for_one_of_each_other() -> None:
+    p = Play()
+    for session in (0, 1):
+        for _ in range(9):
+            p.arrive(session, CHUNK)
+    for _ in range(3):
+        p.run()
+    p.arrive(2, CHUNK)
+    before = len(p.done)
+    p.finish()
+    order = [turn.batch[0].session for turn in p.done[before:]]
+    assert order.index(2) <= 2
+
+
+def test_a_token_behind_its_own_chunk_waits_for_it() -> None:
+    """The last token of a prompt may be alone in its span."""
+    p = Play()
+    p.arrive(1, CHUNK)
+    p.arrive(1, SINGLE)
+    p.arrive(2, SINGLE)
+    p.finish()
+    assert [[item.number for item in turn.batch] for turn in p.done] == [[2], [0], [1]]
+
+
+def test_a_chunk_whose_turn_it_is_does_not_overtake_a_call() -> None:
+    """The end of a session frees the slot that another one's first chunk needs."""
+    p = Play()
+    p.arrive(1, SINGLE)
+    p.run()
+    p.arrive(2, CALL)
+    p.arrive(3, CHUNK)
+    turn = p.run()
+    assert turn is not None
+    assert [item.number for item in [*turn.calls, *turn.batch]] == [1, 2]
+
+
+def test_calls_run_before_the_tokens_of_their_turn() -> None:
+    p = Play()
+    p.arrive(1, SINGLE)
+    p.arrive(2, CALL)
+    p.arrive(2, SINGLE)
+    p.arrive(1, CALL)
+    turn = p.run()
+    assert turn is not None
+    assert [item.number for item in turn.calls] == [1]
+    assert [item.number for item in turn.batch] == [0, 2]
+    turn = p.run()
+    assert turn is not None
+    assert [item.number for item in turn.calls] == [3]
+
+
+@given(EVENTS)
+def test_draining_takes_all_in_the_order_of_arrival(events) -> None:
+    p = play(events)
+    assert [item.number for item in p.turns.drain()] == [item.number for item in p.waiting]
+    assert len(p.turns) == 0
+    assert p.turns.next() is None
