@@ -1,6 +1,6 @@
 """The seams of ds4py: what a stage does, what a session does, what a server needs.
 
-Owns: the Protocols `SliceRunner`, `Session`, `Backend` and the values that cross them. Refuses to
+Owns: the Protocols `ModelRunner`, `Session`, `Backend` and the values that cross them. Refuses to
 know: sockets, tensors, HTTP. Invariant: everything here is a frozen value or a Protocol, so both
 towers (network, model) can be tested alone.
 
@@ -17,7 +17,7 @@ from typing import Final, NewType, Protocol
 
 from ds4py.activations import F32, HiddenBatch
 from ds4py.errors import Ds4Error, SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 
 SessionId = NewType("SessionId", int)
 """64-bit, non-zero; names one token timeline on every stage of a route."""
@@ -114,7 +114,7 @@ class ModelCard:
         return self.cache_form
 
 
-class Want(Enum):
+class OutputKind(Enum):
     """What a stage should hand back for a span."""
 
     NOTHING = "nothing"
@@ -123,7 +123,7 @@ class Want(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceWork:
+class ForwardRequest:
     """One span of one session, for one stage.
 
     Args:
@@ -132,7 +132,8 @@ class SliceWork:
         pos0: Absolute position of the first token, 0-based; equals the timeline's length.
         hidden: Output of the previous layer `[T, W]`; None exactly when the slice starts at 0.
         reset: Empty the timeline first.
-        want: What to hand back: nothing, hidden states of all rows, or logits of the last row.
+        output_kind: What to hand back: nothing, hidden states of all rows, or logits of the last
+            row.
         reply_bits: Packing of a hidden reply: 32, 16 or 8.
     """
 
@@ -141,13 +142,13 @@ class SliceWork:
     pos0: int
     hidden: HiddenBatch | None
     reset: bool = False
-    want: Want = Want.HIDDEN
+    output_kind: OutputKind = OutputKind.HIDDEN
     reply_bits: int = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceOutput:
-    """Answer to one `SliceWork`.
+class ForwardOutput:
+    """Answer to one `ForwardRequest`.
 
     Args:
         hidden: Packed `[T, W]` if asked for.
@@ -161,7 +162,7 @@ class SliceOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class PendingForward:
     """Spans on their way through a device.
 
     Args:
@@ -173,11 +174,11 @@ class Started:
     """
 
     refused: Mapping[int, Ds4Error]
-    complete: Callable[[], list[SliceOutput | Ds4Error]]
+    complete: Callable[[], list[ForwardOutput | Ds4Error]]
     ready: Callable[[], bool]
 
 
-class SliceRunner(Protocol):
+class ModelRunner(Protocol):
     """One machine's slice of a model with its caches.
 
     All methods but the properties must be called on one thread, the device thread.
@@ -188,7 +189,7 @@ class SliceRunner(Protocol):
         """Identity of the whole model."""
 
     @property
-    def span(self) -> LayerSpan:
+    def layers(self) -> LayerRange:
         """The owned layers."""
 
     @property
@@ -215,7 +216,7 @@ class SliceRunner(Protocol):
     def overlaps(self) -> bool:
         """Whether spans can be started while others are on their way (`start`)."""
 
-    def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
+    def run(self, batch: Sequence[ForwardRequest]) -> list[ForwardOutput | Ds4Error]:
         """Evaluate spans of different sessions; answers stand in the order of the batch.
 
         A session appears at most once in a batch. An unknown session takes a free slot;
@@ -224,7 +225,7 @@ class SliceRunner(Protocol):
         device's own.
         """
 
-    def start(self, batch: Sequence[SliceWork]) -> Started:
+    def forward_async(self, batch: Sequence[ForwardRequest]) -> PendingForward:
         """Have spans evaluated as by `run` without waiting for the answers (only if `overlaps`).
 
         For all other methods they are evaluated already: what is asked for next, be it the next
@@ -385,7 +386,7 @@ class StageStatus:
 
     Args:
         name: "coordinator" or the worker's address.
-        span: Its layers; None for a coordinator that owns none.
+        layers: Its layers; None for a coordinator that owns none.
         weight_bytes: Packed weights in its memory; None if a plain peer can not tell.
         prefill_tokens: Tokens evaluated in spans of more than one token.
         prefill_usec: Time spent on them in evaluation.
@@ -404,7 +405,7 @@ class StageStatus:
     """
 
     name: str
-    span: LayerSpan | None
+    layers: LayerRange | None
     weight_bytes: int | None = None
     prefill_tokens: int = 0
     prefill_usec: int = 0

@@ -1,7 +1,7 @@
 """Layer ranges: how people write them, what they mean, how to cut a model into them.
 
-Owns: `LayerSpec` (text, before the layer count is known) and `LayerSpan` (a fact about one model).
-Refuses to know: files, peers, bytes on a wire. Invariant: a `LayerSpan` is never empty, both ends
+Owns: `LayerSpec` (text, before the layer count is known) and `LayerRange` (a fact about one model).
+Refuses to know: files, peers, bytes on a wire. Invariant: a `LayerRange` is never empty, both ends
 are inclusive, and only a span that ends on the last layer may own the output head.
 """
 
@@ -19,7 +19,7 @@ _USAGE = "expected A-B, A:B or A:output with A <= B, for example 0-12 or 13:outp
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class LayerSpan:
+class LayerRange:
     """A contiguous slice of one model's layers.
 
     Args:
@@ -46,7 +46,7 @@ class LayerSpan:
         return f"{self.start}-{self.end}" + (" and the output head" if self.has_output else "")
 
     @property
-    def layers(self) -> range:
+    def indices(self) -> range:
         """Global layer numbers of the slice."""
         return range(self.start, self.end + 1)
 
@@ -82,7 +82,7 @@ class LayerSpec:
             raise ConfigError(f"layers {text!r}: the range is reversed; {_USAGE}")
         return cls(start, int(end), head_if_last=sign == "-")
 
-    def resolve(self, n_layers: int) -> LayerSpan:
+    def resolve(self, n_layers: int) -> LayerRange:
         """Fix the range for a model of `n_layers` layers.
 
         Raises:
@@ -95,7 +95,7 @@ class LayerSpec:
                 f"layers {self}: the model has layers 0-{last}; choose a range inside them"
             )
         has_output = self.end is None or (self.head_if_last and end == last)
-        return LayerSpan(self.start, end, has_output)
+        return LayerRange(self.start, end, has_output)
 
     def __str__(self) -> str:
         if self.end is None:
@@ -103,9 +103,9 @@ class LayerSpec:
         return f"{self.start}{'-' if self.head_if_last else ':'}{self.end}"
 
 
-def whole_model(n_layers: int) -> LayerSpan:
+def whole_model(n_layers: int) -> LayerRange:
     """Return the span that owns everything."""
-    return LayerSpan(0, n_layers - 1, has_output=True)
+    return LayerRange(0, n_layers - 1, has_output=True)
 
 
 def describe_missing(first: int, n_layers: int, until: int | None = None) -> str:
@@ -120,7 +120,9 @@ def describe_missing(first: int, n_layers: int, until: int | None = None) -> str
     return f"{what} and the output head"
 
 
-def balanced_cuts(layer_bytes: Sequence[int], n_parts: int, head_bytes: int = 0) -> list[LayerSpan]:
+def balanced_cuts(
+    layer_bytes: Sequence[int], n_parts: int, head_bytes: int = 0
+) -> list[LayerRange]:
     """Cut a model into contiguous spans whose largest one is as small as possible.
 
     Args:
@@ -156,4 +158,4 @@ def balanced_cuts(layer_bytes: Sequence[int], n_parts: int, head_bytes: int = 0)
     for cuts in reversed(cut_at):
         ends.append(cuts[ends[-1]])
     bounds = [0, *reversed(ends)]
-    return [LayerSpan(a, b - 1, has_output=b == n) for a, b in itertools.pairwise(bounds)]
+    return [LayerRange(a, b - 1, has_output=b == n) for a, b in itertools.pairwise(bounds)]

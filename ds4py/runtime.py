@@ -26,8 +26,8 @@ from ds4py.config import (
 )
 from ds4py.contracts import CacheForm
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import open_runner, read_model
 from ds4py.engine.selftest import ComparedKernel, compare_all, processor
 from ds4py.errors import ConfigError
@@ -40,7 +40,7 @@ from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_DS4, ABI_OWN
 from ds4py.text.chat_formats.choice import chat_for
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
-from ds4py.tracing.events import COORDINATOR, Recorder
+from ds4py.tracing.events import COORDINATOR, TraceRecorder
 from ds4py.tracing.perfetto import TraceWriter
 from ds4py.transport.cores import keep_off
 from ds4py.transport.sockets import Listener, Socket, listen, local_address
@@ -66,7 +66,7 @@ class Node:
     """A coordinator with everything that a request needs; closed by `open_node`."""
 
     coordinator: Coordinator
-    backend: ClusterBackend
+    backend: SessionPool
     text: TextStack
 
 
@@ -78,7 +78,7 @@ def open_node(
     *,
     whole: bool = False,
     progress: LoadProgress | None = None,
-    trace: Recorder | None = None,
+    trace: TraceRecorder | None = None,
 ) -> Iterator[Node]:
     """Load a coordinator's own layers and its tokenizer; nothing is dialled yet.
 
@@ -105,7 +105,7 @@ def open_node(
         recorder = written if trace is None else trace
         coordinator = Coordinator(card, n_ctx, config, sockets, local=local, trace=recorder)
         with closing(coordinator):
-            yield Node(coordinator, ClusterBackend(coordinator, config.n_sessions), text)
+            yield Node(coordinator, SessionPool(coordinator, config.n_sessions), text)
 
 
 @contextmanager
@@ -123,12 +123,12 @@ def _trace_file(path: Path | None) -> Iterator[BinaryIO | None]:
 
 
 @contextmanager
-def _recording(file: BinaryIO | None, process: str) -> Iterator[Recorder | None]:
+def _recording(file: BinaryIO | None, process: str) -> Iterator[TraceRecorder | None]:
     """Write to a file whatever is recorded meanwhile."""
     if file is None:
         yield None
         return
-    recorder = Recorder()
+    recorder = TraceRecorder()
     with closing(TraceWriter(recorder, file, process=process, pid=os.getpid())):
         yield recorder
 
@@ -211,7 +211,7 @@ def open_worker(
         stack.callback(listener.close)
         runner = open_runner(engine, config.layers, progress=progress)
         stack.callback(runner.close)
-        with _recording(file, worker_name(runner.span)) as trace:
+        with _recording(file, worker_name(runner.layers)) as trace:
             worker = Worker(runner, config, sockets, listener, trace)
             stack.pop_all()  # the worker owns both now
             with closing(worker):
@@ -220,8 +220,8 @@ def open_worker(
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
-    """Addresses that are taken before a model is loaded; closed by `open_doors`.
+class Listeners:
+    """Addresses that are taken before a model is loaded; closed by `open_listeners`.
 
     Args:
         shared: Of workers, and of HTTP clients unless they have their own.
@@ -240,9 +240,9 @@ class Doors:
 
 
 @contextmanager
-def open_doors(
+def open_listeners(
     config: CoordinatorConfig, front: ServerConfig | None, sockets: SocketConfig
-) -> Iterator[Doors]:
+) -> Iterator[Listeners]:
     """Take a coordinator's addresses.
 
     Args:
@@ -261,15 +261,15 @@ def open_doors(
         if front is not None and front.address is not None:
             http = listen(front.address)
             stack.callback(http.close)
-        yield Doors(shared, http)
+        yield Listeners(shared, http)
 
 
 @contextmanager
-def join_cluster(node: Node, doors: Doors, sockets: SocketConfig) -> Iterator[None]:
+def join_cluster(node: Node, listeners: Listeners, sockets: SocketConfig) -> Iterator[None]:
     """Dial the workers of a node and accept those that dial it; no HTTP."""
     with ExitStack() as stack:
-        if doors.shared is not None:
-            port = CoordinatorPort(doors.shared, node.coordinator, sockets, None)
+        if listeners.shared is not None:
+            port = ProtocolDemux(listeners.shared, node.coordinator, sockets, None)
             stack.callback(port.close)
             port.start()
         node.coordinator.start()
@@ -279,7 +279,7 @@ def join_cluster(node: Node, doors: Doors, sockets: SocketConfig) -> Iterator[No
 @contextmanager
 def serve_http(
     node: Node,
-    doors: Doors,
+    listeners: Listeners,
     config: ServerConfig,
     sockets: SocketConfig,
     *,
@@ -291,7 +291,7 @@ def serve_http(
 
     Args:
         node: What is served.
-        doors: Its addresses.
+        listeners: Its addresses.
         config: Of the HTTP front.
         sockets: Socket options.
         disk: Where prefixes outlive their sessions; None keeps none.
@@ -306,13 +306,13 @@ def serve_http(
     with ExitStack() as stack:
         stack.enter_context(events.attached())
         port = None
-        if doors.shared is not None:
-            adopt = server.adopt if doors.http is None else None
-            port = CoordinatorPort(doors.shared, coordinator, sockets, adopt)
+        if listeners.shared is not None:
+            adopt = server.adopt if listeners.http is None else None
+            port = ProtocolDemux(listeners.shared, coordinator, sockets, adopt)
             stack.callback(port.close)
         stack.callback(save_sessions, app)
         stack.callback(server.close, _CLOSE_SECONDS, grace=config.grace_seconds)
-        server.start([] if doors.http is None else [doors.http])
+        server.start([] if listeners.http is None else [listeners.http])
         if port is not None:
             port.start()
         coordinator.start()

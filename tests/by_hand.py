@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ds4py.config import CoordinatorConfig, PrefillTuning, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import (
     Ds4Error,
     PeerClosedError,
@@ -86,6 +86,6 @@ def dialling(entry: RouteEntry) -> Iterator[Cluster]:
     coordinator = Coordinator(card(), 64, config, SOCKETS)
     coordinator.start()
     try:
-        yield Cluster(coordinator, ClusterBackend(coordinator, 1), None)  # type: ignore[arg-type]
+        yield Cluster(coordinator, SessionPool(coordinator, 1), None)  # type: ignore[arg-type]
     finally:
         coordinator.close()

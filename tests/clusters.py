@@ -16,11 +16,11 @@ from ds4py.config import (
     WorkerConfig,
     WorkerTuning,
 )
-from ds4py.contracts import SliceRunner
+from ds4py.contracts import ModelRunner
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.coordinator.session_pool import ClusterBackend
-from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.session_pool import SessionPool
+from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.transport.sockets import Listener
 from ds4py.worker.worker import Worker
 from tests.fake_runner import FakeRunner, card
@@ -38,13 +38,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def span(text: str, n_layers: int = 6) -> LayerSpan:
+def span(text: str, n_layers: int = 6) -> LayerRange:
     """Read a layer range of the fake model."""
     return LayerSpec.parse(text).resolve(n_layers)
 
 
 def start_worker(
-    runner: SliceRunner,
+    runner: ModelRunner,
     *,
     listen: Address = ANY_PORT,
     coordinator: Address | None = None,
@@ -53,7 +53,7 @@ def start_worker(
 ) -> Worker:
     """Start a worker; without extensions it answers a handshake as a C worker does."""
     config = WorkerConfig(
-        layers=LayerSpec(runner.span.start, runner.span.end),
+        layers=LayerSpec(runner.layers.start, runner.layers.end),
         listen=listen,
         coordinator=coordinator,
         tuning=tuning or WorkerTuning(),
@@ -70,8 +70,8 @@ class Cluster:
     """A coordinator, its port, its workers."""
 
     coordinator: Coordinator
-    backend: ClusterBackend
-    port: CoordinatorPort
+    backend: SessionPool
+    port: ProtocolDemux
     workers: list[Worker] = field(default_factory=list)
 
     def wait_ready(self) -> None:
@@ -119,12 +119,12 @@ def cluster(
         SOCKETS,
         local=None if local is None else make(local, has_head=head),
     )
-    port = CoordinatorPort(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+    port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
     port.start()
     coordinator.start()
     if dial_in:
         workers = [start_worker(make(cut), coordinator=port.address, tuning=tuning) for cut in cuts]
-    built = Cluster(coordinator, ClusterBackend(coordinator, n_sessions), port, workers)
+    built = Cluster(coordinator, SessionPool(coordinator, n_sessions), port, workers)
     try:
         yield built
     finally:

@@ -1,4 +1,4 @@
-"""A `SliceRunner` whose layers are integer arithmetic on the rows.
+"""A `ModelRunner` whose layers are integer arithmetic on the rows.
 
 Every value depends on the token, its position, the layer number and all earlier rows of the
 session, so a wrong span, order, position, reset or rewind changes the logits. All values are
@@ -17,15 +17,15 @@ from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import (
     NO_ROOM,
     CacheForm,
+    ForwardOutput,
+    ForwardRequest,
     ModelCard,
+    OutputKind,
+    PendingForward,
     SessionId,
-    SliceOutput,
-    SliceWork,
-    Started,
-    Want,
 )
 from ds4py.errors import CapacityError, Ds4Error, ModelError
-from ds4py.layer_range import LayerSpan, whole_model
+from ds4py.layer_range import LayerRange, whole_model
 from ds4py.snapshot import CacheSizes, Capacities, Shard, read_dsvl, write_dsvl
 
 PRIME = 251
@@ -48,7 +48,7 @@ def card(n_layers: int = 6, name: str = "fake") -> ModelCard:
     )
 
 
-def _at_once(work: SliceWork) -> None:
+def _at_once(work: ForwardRequest) -> None:
     """Keep nobody waiting."""
 
 
@@ -56,11 +56,11 @@ class FakeRunner:
     """Runs a span of the fake model.
 
     Args:
-        span: Owned layers; None means all.
+        layers: Owned layers; None means all.
         n_ctx: Tokens per session.
         n_slots: Sessions at once.
         kv_budget: Tokens that all sessions may hold together; None is enough for all.
-        can_rewind: As in `SliceRunner`.
+        can_rewind: As in `ModelRunner`.
         has_head: Holds the head without owning it, as a coordinator does.
         before: Called before each evaluation, on the device thread; may raise or block.
         overlaps: Spans can be started; what they leave is there at once, their answers are not.
@@ -72,7 +72,7 @@ class FakeRunner:
 
     def __init__(
         self,
-        span: LayerSpan | None = None,
+        layers: LayerRange | None = None,
         *,
         n_layers: int = 6,
         n_ctx: int = 64,
@@ -81,20 +81,20 @@ class FakeRunner:
         can_rewind: bool = True,
         has_head: bool = False,
         name: str = "fake",
-        before: Callable[[SliceWork], None] = _at_once,
+        before: Callable[[ForwardRequest], None] = _at_once,
         overlaps: bool = False,
-        ready: Callable[[SliceWork], bool] = lambda work: True,
-        arrive: Callable[[SliceWork], None] = _at_once,
+        ready: Callable[[ForwardRequest], bool] = lambda work: True,
+        arrive: Callable[[ForwardRequest], None] = _at_once,
         identity: ModelCard | None = None,
     ):
         self.card = identity or card(n_layers, name)
-        self.span = span or whole_model(n_layers)
-        self.has_head = has_head or self.span.has_output
+        self.layers = layers or whole_model(n_layers)
+        self.has_head = has_head or self.layers.has_output
         self.n_ctx = n_ctx
         self.n_slots = n_slots
         self.kv_budget = n_slots * n_ctx if kv_budget is None else kv_budget
         self.can_rewind = can_rewind
-        self.weight_bytes = 1000 * len(self.span)
+        self.weight_bytes = 1000 * len(self.layers)
         self.closed = False
         self.evaluated: list[tuple[int, int]] = []  # (pos0, n_tokens) of every span
         self.forked: list[int] = []  # n_tokens of every copy
@@ -105,18 +105,18 @@ class FakeRunner:
         self._ready, self._arrive = ready, arrive
         self._rows: dict[SessionId, F32] = {}  # inputs of every layer so far [layers, n, W]
 
-    def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
+    def run(self, batch: Sequence[ForwardRequest]) -> list[ForwardOutput | Ds4Error]:
         assert len({work.session for work in batch}) == len(batch)
         self.threads.add(threading.get_ident())
         self.batches.append(len(batch))
         return [self._guarded(work) for work in batch]
 
-    def start(self, batch: Sequence[SliceWork]) -> Started:
+    def forward_async(self, batch: Sequence[ForwardRequest]) -> PendingForward:
         assert self.overlaps
         answers = self.run(batch)
         refused = {n: e for n, e in enumerate(answers) if isinstance(e, Ds4Error)}
 
-        def complete() -> list[SliceOutput | Ds4Error]:
+        def complete() -> list[ForwardOutput | Ds4Error]:
             for place, work in enumerate(batch):
                 if place not in refused:
                     try:
@@ -128,17 +128,17 @@ class FakeRunner:
         def ready() -> bool:
             return all(self._ready(work) for n, work in enumerate(batch) if n not in refused)
 
-        return Started(refused=refused, complete=complete, ready=ready)
+        return PendingForward(refused=refused, complete=complete, ready=ready)
 
-    def _guarded(self, work: SliceWork) -> SliceOutput | Ds4Error:
+    def _guarded(self, work: ForwardRequest) -> ForwardOutput | Ds4Error:
         try:
             return self._run(work)
         except Ds4Error as e:
             return e
 
-    def _run(self, work: SliceWork) -> SliceOutput:
+    def _run(self, work: ForwardRequest) -> ForwardOutput:
         self._before(work)
-        n_layers, n_tokens = len(self.span), len(work.tokens)
+        n_layers, n_tokens = len(self.layers), len(work.tokens)
         past = self._rows.get(work.session)
         if past is None:
             past = np.zeros((n_layers, 0, self.card.hidden_width), np.float32)
@@ -149,19 +149,19 @@ class FakeRunner:
             raise ModelError("pos0", got=work.pos0, expected=past.shape[1])
         if work.pos0 + n_tokens > self.n_ctx:
             raise CapacityError("ctx", needed=work.pos0 + n_tokens, available=self.n_ctx)
-        assert (work.hidden is None) == (self.span.start == 0)
+        assert (work.hidden is None) == (self.layers.start == 0)
         x = embed(work.tokens) if work.hidden is None else work.hidden.unpack()
         inputs = []
-        for index, layer in enumerate(self.span.layers):
+        for index, layer in enumerate(self.layers.indices):
             inputs.append(x)
             x = fake_layer(layer, past[index], x)
         self._rows[work.session] = np.concatenate([past, np.stack(inputs)], axis=1)
         self.evaluated.append((work.pos0, n_tokens))
-        if work.want is Want.NOTHING:
-            return SliceOutput(eval_usec=1)
-        if work.want is Want.LOGITS:
-            return SliceOutput(logits=fake_head(x[-1], self.card.n_vocab), eval_usec=1)
-        return SliceOutput(hidden=HiddenBatch.pack(x, work.reply_bits), eval_usec=1)
+        if work.output_kind is OutputKind.NOTHING:
+            return ForwardOutput(eval_usec=1)
+        if work.output_kind is OutputKind.LOGITS:
+            return ForwardOutput(logits=fake_head(x[-1], self.card.n_vocab), eval_usec=1)
+        return ForwardOutput(hidden=HiddenBatch.pack(x, work.reply_bits), eval_usec=1)
 
     def apply_head(self, row: HiddenBatch) -> F32:
         return fake_head(row.unpack()[-1])
@@ -203,7 +203,7 @@ class FakeRunner:
             raise ModelError("session", got="no tokens", expected="a timeline to save")
         shard = Shard(
             sizes=sizes,
-            span=self.span,
+            layer_range=self.layers,
             capacities=Capacities.of(self.n_ctx, sizes.window),
             n_tokens=rows.shape[1],
             layers=[[layer] for layer in rows.copy()],
@@ -211,7 +211,7 @@ class FakeRunner:
         return write_dsvl(shard)
 
     def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
-        shard = read_dsvl(payload, self._sizes(), self.span, n_ctx=self.n_ctx, n_tokens=n_tokens)
+        shard = read_dsvl(payload, self._sizes(), self.layers, n_ctx=self.n_ctx, n_tokens=n_tokens)
         self._check_room(session, n_tokens)
         self._rows[session] = np.stack([raw for (raw,) in shard.layers])
 

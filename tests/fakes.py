@@ -318,7 +318,7 @@ class FakeBackend:
             return max((session.reusable(tokens) for session in self._free), default=0)
 
     def health(self) -> Health:
-        stage = StageStatus(name="coordinator", span=whole_model(self._card.n_layers))
+        stage = StageStatus(name="coordinator", layers=whole_model(self._card.n_layers))
         return Health(ready=not self.missing, missing=self.missing, stages=(stage,))
 
     def _take(self, tokens: Sequence[int], cancelled: Cancelled | None) -> FakeSession:

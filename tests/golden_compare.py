@@ -21,7 +21,7 @@ from ds4py.config import ActQuant, Precision
 from ds4py.engine.loader import load_slice, read_shape
 from ds4py.gguf.file import GgufFile
 from ds4py.kernels.cache import Segment
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4 import Slice
 from tests import golden
 from tests.unit.models.deepseek4_reference import Reference
@@ -262,7 +262,7 @@ class TinyModel:
         self, variant: str, precision: Precision = "f32", act_quant: ActQuant = "cpu"
     ) -> None:
         with GgufFile.open(golden.path(f"tiny-{variant}.gguf")) as file:
-            whole = LayerSpan(0, read_shape(file).n_layers - 1, has_output=True)
+            whole = LayerRange(0, read_shape(file).n_layers - 1, has_output=True)
             cpu = torch.device("cpu")
             loaded = load_slice(file, whole, cpu, precision, n_ctx=512, act_quant=act_quant)
         assert isinstance(loaded.slice, Slice)

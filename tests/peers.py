@@ -10,13 +10,13 @@ import numpy as np
 
 from ds4py.activations import HiddenBatch
 from ds4py.config import Address
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import FrameType, coordinator_limits, worker_limits
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, WorkHeader, encode
 from ds4py.wire.prefix_hash import extend, prefix_hash
-from ds4py.wire.route import RouteEntry, encode_route
+from ds4py.wire.route import HopEntry, encode_route
 from tests.fake_runner import N_VOCAB, WIDTH, card, embed
 from tests.sockets import SOCKETS, Background
 
@@ -24,12 +24,12 @@ ANYWHERE = Address("127.0.0.1", 9)
 N_CTX = 64
 
 
-def entry(span: LayerSpan, address: Address = ANYWHERE) -> RouteEntry:
-    return RouteEntry(address.host, address.port, span.start, span.end, span.has_output)
+def entry(layers: LayerRange, address: Address = ANYWHERE) -> HopEntry:
+    return HopEntry(address.host, address.port, layers.start, layers.end, layers.has_output)
 
 
 def make_work(
-    hops: Sequence[RouteEntry],
+    hops: Sequence[HopEntry],
     before: Sequence[int],
     tokens: Sequence[int],
     /,
@@ -76,7 +76,7 @@ def make_work(
 class Driver:
     """Drives one worker over a data connection, span by span."""
 
-    def __init__(self, connection: Connection, hops: Sequence[RouteEntry]):
+    def __init__(self, connection: Connection, hops: Sequence[HopEntry]):
         self.connection = connection
         self.hops = tuple(hops)
         self._ids = itertools.count(1)
@@ -113,7 +113,7 @@ class Driver:
 
 
 @contextmanager
-def driver(address: Address, *hops: RouteEntry) -> Iterator[Driver]:
+def driver(address: Address, *hops: HopEntry) -> Iterator[Driver]:
     """Connect to a worker's data port."""
     limits = coordinator_limits(N_VOCAB, WIDTH, N_CTX)
     connection = Connection(connect(address, SOCKETS), SOCKETS, limits)
@@ -173,15 +173,15 @@ def logits_for(work: Work) -> Result:
     )
 
 
-def hello(span: LayerSpan, **changes: object) -> Hello:
+def hello(layers: LayerRange, **changes: object) -> Hello:
     """An acceptable introduction of a worker of the fake model."""
     identity = card()
     fields: dict[str, object] = {
         "model_id": identity.model_id,
         "quant_bits": identity.quant_bits,
-        "layer_start": span.start,
-        "layer_end": span.end,
-        "has_output": int(span.has_output),
+        "layer_start": layers.start,
+        "layer_end": layers.end,
+        "has_output": int(layers.has_output),
         "has_hidden": 1,
         "ctx_size": N_CTX,
         "n_layers": identity.n_layers,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds4py.errors import PeerClosedError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.transport.connection import Connection
 from ds4py.wire.messages import (
     LoadBegin,
-    Message,
     SaveRequest,
     SnapshotBegin,
     SnapshotChunk,
     SnapshotDone,
+    WireMessage,
     decode,
     encode,
 )
@@ -26,7 +26,7 @@ ALL = span("0-5")
 ID = 1 << 63
 
 
-def save_request(tokens: Sequence[int], layers: LayerSpan = ALL, **changes: int) -> SaveRequest:
+def save_request(tokens: Sequence[int], layers: LayerRange = ALL, **changes: int) -> SaveRequest:
     fields = {
         "model_id": card().model_id,
         "session_id": 1,
@@ -40,7 +40,7 @@ def save_request(tokens: Sequence[int], layers: LayerSpan = ALL, **changes: int)
 
 
 def load_begin(
-    tokens: Sequence[int], payload: bytes, layers: LayerSpan = ALL, /, **changes: object
+    tokens: Sequence[int], payload: bytes, layers: LayerRange = ALL, /, **changes: object
 ) -> LoadBegin:
     fields: dict[str, object] = {
         "model_id": card().model_id,
@@ -59,7 +59,7 @@ def chunk(data: bytes, request_id: int = ID) -> SnapshotChunk:
     return SnapshotChunk(request_id, memoryview(data))
 
 
-def reply(connection: Connection) -> Message | None:
+def reply(connection: Connection) -> WireMessage | None:
     """The next message, None at the end."""
     frame = Background(connection.receive).result()
     return None if frame is None else decode(frame)

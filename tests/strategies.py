@@ -7,23 +7,23 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ds4py.errors import RemoteProtocolError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import Buffer, Frame, FrameReader
 from ds4py.wire.messages import (
     ErrorText,
     Hello,
     LoadBegin,
-    Message,
     Result,
     SaveRequest,
     SnapshotBegin,
     SnapshotChunk,
     SnapshotDone,
     Telemetry,
+    WireMessage,
     Work,
 )
-from ds4py.wire.route import RouteEntry
+from ds4py.wire.route import HopEntry
 
 T = TypeVar("T")
 ANY_LIMIT = dict.fromkeys([*range(1, 10), 256], 1 << 20)
@@ -73,7 +73,7 @@ snapshot_begins = st.builds(SnapshotBegin, **_begins, message=texts)
 load_begins = st.builds(LoadBegin, **_begins)
 chunks = st.builds(SnapshotChunk, u64, views)
 dones = st.builds(SnapshotDone, u64, u32, texts)
-messages: st.SearchStrategy[Message] = st.one_of(
+messages: st.SearchStrategy[WireMessage] = st.one_of(
     hellos,
     error_texts,
     works,
@@ -113,7 +113,7 @@ hosts = st.text(st.characters(min_codepoint=1, max_codepoint=255), min_size=1, m
 
 
 @st.composite
-def routes(draw: st.DrawFn) -> tuple[tuple[RouteEntry, ...], int]:
+def routes(draw: st.DrawFn) -> tuple[tuple[HopEntry, ...], int]:
     """A legal route and the number of layers of its model."""
     start = draw(st.integers(0, 5))
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -123,16 +123,16 @@ def routes(draw: st.DrawFn) -> tuple[tuple[RouteEntry, ...], int]:
         end = start + length - 1
         has_output = end + 1 == n_layers and draw(st.booleans())
         port = draw(st.integers(1, 65535))
-        entries.append(RouteEntry(draw(hosts), port, start, end, has_output))
+        entries.append(HopEntry(draw(hosts), port, start, end, has_output))
         start = end + 1
     return tuple(entries), n_layers
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> LayerSpan:
+def spans(draw: st.DrawFn) -> LayerRange:
     """A span of a model of at most 200 layers."""
     start, end = sorted(draw(st.tuples(st.integers(0, 199), st.integers(0, 199))))
-    return LayerSpan(start, end, draw(st.booleans()))
+    return LayerRange(start, end, draw(st.booleans()))
 
 
 float32s = st.lists(st.floats(width=32), min_size=1, max_size=40).map(

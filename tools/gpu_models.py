@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.loader import read_shape
 from ds4py.errors import Ds4Error
@@ -38,30 +38,32 @@ class Subject:
     """
 
     runner: LocalRunner
-    want: Want
+    want: OutputKind
 
-    def works(self, sessions: Sequence[int], tokens: Sequence[int], pos0: int) -> list[SliceWork]:
+    def works(
+        self, sessions: Sequence[int], tokens: Sequence[int], pos0: int
+    ) -> list[ForwardRequest]:
         """Return the same span of every session."""
         return [
-            SliceWork(
+            ForwardRequest(
                 session=SessionId(session),
                 tokens=tuple(tokens),
                 pos0=pos0,
                 hidden=None,
                 reset=pos0 == 0,
-                want=self.want,
+                output_kind=self.want,
                 reply_bits=16,
             )
             for session in sessions
         ]
 
-    def run(self, sessions: Sequence[int], tokens: Sequence[int], pos0: int) -> list[SliceOutput]:
+    def run(self, sessions: Sequence[int], tokens: Sequence[int], pos0: int) -> list[ForwardOutput]:
         """Evaluate the same span of every session as one batch."""
         return [good(one) for one in self.runner.run(self.works(sessions, tokens, pos0))]
 
 
-def good(answer: SliceOutput | Ds4Error) -> SliceOutput:
-    if not isinstance(answer, SliceOutput):
+def good(answer: ForwardOutput | Ds4Error) -> ForwardOutput:
+    if not isinstance(answer, ForwardOutput):
         raise answer
     return answer
 
@@ -115,7 +117,7 @@ def beside_cpu(bench: Bench, model: Path, n_prompt: int, n_decode: int, limit: f
 
 
 def greedy(config: EngineConfig, prompt: list[int], n_decode: int) -> dict[str, Any]:
-    subject = Subject(open_runner(config), Want.LOGITS)
+    subject = Subject(open_runner(config), OutputKind.LOGITS)
     subject.run([1], prompt, 0)  # first-use costs
     start = time.perf_counter()
     logits = subject.run([1], prompt, 0)[0].logits
@@ -173,7 +175,7 @@ def slice_rates(bench: Bench, model: Path, plan: Plan) -> None:
         threads=bench.threads,
     )
     start = time.perf_counter()
-    subject = Subject(open_runner(config), Want.HIDDEN)
+    subject = Subject(open_runner(config), OutputKind.HIDDEN)
     loaded = {"s": time.perf_counter() - start, "GB": subject.runner.weight_bytes / 1e9}
     bench.add("slice", "load", loaded)
     needs = token_needs(model, plan.n_prompt)
@@ -208,7 +210,7 @@ def prefill_rows(bench: Bench, subject: Subject, plan: Plan, operations: float) 
     def ahead() -> None:
         before = None
         for pos0 in chunks:
-            begun = subject.runner.start(subject.works([1], tokens, pos0))
+            begun = subject.runner.forward_async(subject.works([1], tokens, pos0))
             if before is not None:
                 good(before.complete()[0])
             before = begun

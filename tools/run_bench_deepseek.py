@@ -32,7 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine.loader import read_shape
 from ds4py.engine.open import open_runner
 from ds4py.engine.runner import LocalRunner
@@ -86,16 +86,16 @@ class Bench:
             for session in range(1, max(BATCHES) + 1)
         }
 
-    def span(self, sessions: range, pos0: int, n_tokens: int, *, want: Want) -> float:
+    def span(self, sessions: range, pos0: int, n_tokens: int, *, want: OutputKind) -> float:
         """Return the milliseconds that one batch takes."""
         batch = [
-            SliceWork(
+            ForwardRequest(
                 session=SessionId(session),
                 tokens=tuple(self._tokens[session][pos0 : pos0 + n_tokens]),
                 pos0=pos0,
                 hidden=None,
                 reset=pos0 == 0,
-                want=want,
+                output_kind=want,
             )
             for session in sessions
         ]
@@ -103,19 +103,24 @@ class Bench:
         answers = self._runner.run(batch)
         elapsed = time.perf_counter() - start
         for answer in answers:
-            if not isinstance(answer, SliceOutput):
+            if not isinstance(answer, ForwardOutput):
                 raise answer
         self._advance(n_tokens * len(batch))
         return 1e3 * elapsed
 
     def prefill(self) -> float:
         """Return the milliseconds of one chunk."""
-        return self.span(range(1, 2), 0, PREFILL, want=Want.LOGITS)
+        return self.span(range(1, 2), 0, PREFILL, want=OutputKind.LOGITS)
 
     def one_by_one(self) -> float:
         """Return the milliseconds of the same tokens in spans of one."""
         return sum(
-            self.span(range(1, 2), at, 1, want=Want.LOGITS if at == PREFILL - 1 else Want.NOTHING)
+            self.span(
+                range(1, 2),
+                at,
+                1,
+                want=OutputKind.LOGITS if at == PREFILL - 1 else OutputKind.NOTHING,
+            )
             for at in range(PREFILL)
         )
 
@@ -123,9 +128,11 @@ class Bench:
         """Return milliseconds of a step behind a prompt: the median, and the mean by part."""
         sessions = range(1, n_sessions + 1)
         for session in sessions:
-            self.span(range(session, session + 1), 0, PREFILL, want=Want.NOTHING)
+            self.span(range(session, session + 1), 0, PREFILL, want=OutputKind.NOTHING)
         with stopwatch() as spent:
-            steps = [self.span(sessions, PREFILL + i, 1, want=Want.LOGITS) for i in range(n_steps)]
+            steps = [
+                self.span(sessions, PREFILL + i, 1, want=OutputKind.LOGITS) for i in range(n_steps)
+            ]
         return statistics.median(steps), split(spent, sum(steps), n_steps)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds4py.api.generation import Generation
-from ds4py.text.chat_formats.template import Chat
+from ds4py.text.chat_formats.template import ChatFormat
 from ds4py.text.reasoning import THINK_END
 
 if TYPE_CHECKING:
@@ -22,13 +22,15 @@ Message = dict[str, str]
 """One turn in the form of OpenAI's API: `role`, `content` and maybe `reasoning_content`."""
 
 
-def system_messages(chat: Chat, system: str | None) -> list[Message]:
+def system_messages(chat: ChatFormat, system: str | None) -> list[Message]:
     """Return the system message of a conversation, if it has one; None takes the format's own."""
     text = chat.default_system if system is None else system
     return [{"role": "system", "content": text}] if text else []
 
 
-def next_turn_ids(chat: Chat, system: str | None, question: str, think: str | None) -> list[int]:
+def next_turn_ids(
+    chat: ChatFormat, system: str | None, question: str, think: str | None
+) -> list[int]:
     """Return what a question appends to a conversation, from the mark that ends the answer before.
 
     No format tells that by itself. So two conversations are written that differ in the answer

@@ -252,13 +252,13 @@ def _open(
 ) -> Node:
     """Open a node, and dial its route."""
     # here, because it imports torch
-    from ds4py.runtime import join_cluster, open_doors, open_node  # noqa: PLC0415
+    from ds4py.runtime import join_cluster, open_listeners, open_node  # noqa: PLC0415
 
     sockets = SocketConfig()
-    doors = stack.enter_context(open_doors(config, None, sockets))
+    listeners = stack.enter_context(open_listeners(config, None, sockets))
     whole = not config.route
     node = stack.enter_context(open_node(engine, config, sockets, whole=whole, progress=progress))
-    stack.enter_context(join_cluster(node, doors, sockets))
+    stack.enter_context(join_cluster(node, listeners, sockets))
     return node
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from ds4py.activations import F32
 from ds4py.contracts import Cancelled, Progress, Session
 from ds4py.errors import CancelledError, CapacityError, ConfigError
-from ds4py.tracing.events import Recorder, Shares, stage_shares
+from ds4py.tracing.events import Shares, TraceRecorder, stage_shares
 
 _WARM_UP_TOKENS: Final = 32
 
@@ -28,7 +28,7 @@ CSV_HEADER: Final = "ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """What is measured.
 
     Args:
@@ -119,7 +119,7 @@ class Frontier:
     decode: dict[str, Shares]
 
 
-class Walk:
+class ContextSweep:
     """Walks a session along the frontiers.
 
     Args:
@@ -134,7 +134,7 @@ class Walk:
     def __init__(
         self,
         session: Session,
-        recorder: Recorder,
+        recorder: TraceRecorder,
         *,
         eos_ids: Collection[int],
         portable: bool,
@@ -148,7 +148,7 @@ class Walk:
         self._progress = progress
         self._cancelled = cancelled
 
-    def measure(self, prompt: Sequence[int], plan: Plan) -> Iterator[Frontier]:
+    def measure(self, prompt: Sequence[int], plan: SweepPlan) -> Iterator[Frontier]:
         """Yield what was measured at each frontier of a plan, as soon as it is known.
 
         Raises:

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from ds4py.config import CoordinatorConfig, EngineConfig, SocketConfig
 from ds4py.contracts import Cancelled, Progress
 from ds4py.errors import CancelledError
-from ds4py.runtime import Node, join_cluster, open_doors, open_node
-from ds4py.tracing.events import Recorder
+from ds4py.runtime import Node, join_cluster, open_listeners, open_node
+from ds4py.tracing.events import TraceRecorder
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def ready_node(
     loaded: Progress,
     cancelled: Cancelled,
     missing: Callable[[str], None],
-) -> Iterator[tuple[Node, Recorder]]:
+) -> Iterator[tuple[Node, TraceRecorder]]:
     """Load what this process owns and wait for the workers of the rest.
 
     Args:
@@ -40,15 +40,15 @@ def ready_node(
         CancelledError: `cancelled` became true first.
         Ds4Error: The model or an address can not be used.
     """
-    recorder = Recorder()
+    recorder = TraceRecorder()
     with ExitStack() as stack:
-        doors = stack.enter_context(open_doors(config, None, sockets))
+        listeners = stack.enter_context(open_listeners(config, None, sockets))
         node = stack.enter_context(
             open_node(
                 engine, config, sockets, whole=is_whole(config), progress=loaded, trace=recorder
             )
         )
-        stack.enter_context(join_cluster(node, doors, sockets))
+        stack.enter_context(join_cluster(node, listeners, sockets))
         if not node.coordinator.wait_ready(cancelled, missing):
             raise CancelledError("interrupted while waiting for workers")
         yield node, recorder

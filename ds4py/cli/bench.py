@@ -40,10 +40,10 @@ from ds4py.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ds4py.bench.context_sweep import Frontier, Plan, Walk
+    from ds4py.bench.context_sweep import ContextSweep, Frontier, SweepPlan
     from ds4py.contracts import ModelCard, Session
     from ds4py.runtime import Node
-    from ds4py.tracing.events import Recorder
+    from ds4py.tracing.events import TraceRecorder
 
 PROGRAM: Final = "ds4py-bench"
 _SELF_ONLY: Final = {"sections", "models", "rounds", "llama_python", "llama_bench"}
@@ -141,7 +141,7 @@ class Wanted:
         logits_dir: A folder for logits.
     """
 
-    plan: Plan
+    plan: SweepPlan
     prompt: Path
     system: str | None
     n_ctx: int | None
@@ -157,7 +157,7 @@ class Wanted:
         Raises:
             ConfigError: They do not fit together, or a picture can not be drawn.
         """
-        from ds4py.bench.context_sweep import Plan
+        from ds4py.bench.context_sweep import SweepPlan
 
         raw, chat = flags["prompt_file"], flags["chat_prompt_file"]
         if (raw is None) == (chat is None):
@@ -165,7 +165,7 @@ class Wanted:
         if flags["png"] is not None and find_spec("matplotlib") is None:
             raise ConfigError("--png needs matplotlib: pip install 'ds4py[bench]'")
         return cls(
-            plan=Plan(
+            plan=SweepPlan(
                 start=flags["ctx_start"],
                 stop=flags["ctx_max"],
                 step=flags["step_incr"],
@@ -231,15 +231,15 @@ def _walk(model: ModelFlags, distributed: DistributedFlags, wanted: Wanted) -> i
 def _new_walk(
     node: Node,
     session: Session,
-    recorder: Recorder,
+    recorder: TraceRecorder,
     progress: Progress,
     cancelled: Callable[[], bool],
-) -> Walk:
-    from ds4py.bench.context_sweep import Walk
+) -> ContextSweep:
+    from ds4py.bench.context_sweep import ContextSweep
     from ds4py.bench.node import is_whole
 
     portable = is_whole(node.coordinator.config) and node.backend.card.cache_form is not None
-    return Walk(
+    return ContextSweep(
         session,
         recorder,
         eos_ids=node.text.tokenizer.eos_ids,
@@ -267,7 +267,7 @@ def _node(
     config: CoordinatorConfig,
     environment: Environment,
     cancelled: Callable[[], bool],
-) -> Iterator[tuple[Node, Recorder]]:
+) -> Iterator[tuple[Node, TraceRecorder]]:
     """Open a node with a bar for its loading."""
     from ds4py.bench.node import ready_node
 

@@ -18,8 +18,8 @@ import click
 
 from ds4py import __version__
 from ds4py.cli import exits
-from ds4py.cli.chat.conversation import Conversation, Partner
-from ds4py.cli.chat.loop import WORDS, Chat, command_list
+from ds4py.cli.chat.conversation import ChatHistory, Partner
+from ds4py.cli.chat.loop import WORDS, ChatLoop, command_list
 from ds4py.cli.chat.printing import Question, awaited, show
 from ds4py.cli.diagnostics.diagnose import DiagnosticFlags, diagnose, diagnostic_options
 from ds4py.cli.flags.ds4 import Ds4Flags, ds4_options
@@ -222,8 +222,8 @@ def _chat(partner: Partner, asked: PromptFlags) -> int:
 
     with closing(partner):
         lines = open_lines(LineHistory(default_path()), WORDS)
-        talk = Conversation(asked.system, asked.think)
-        return Chat(partner, lines, talk, program=PROGRAM, ids_only=asked.print_ids).run()
+        talk = ChatHistory(asked.system, asked.think)
+        return ChatLoop(partner, lines, talk, program=PROGRAM, ids_only=asked.print_ids).run()
 
 
 def main() -> NoReturn:

@@ -68,15 +68,15 @@ class NodeOpener:
         config = local_config(environment, 1)
         if role == "coordinator":
             config = self.distributed.coordinator_config(environment, 1)
-        from ds4py.runtime import join_cluster, open_doors, open_node
+        from ds4py.runtime import join_cluster, open_listeners, open_node
 
         stack.enter_context(exclusive(environment.lock_file))
-        doors = stack.enter_context(open_doors(config, None, environment.socket))
+        listeners = stack.enter_context(open_listeners(config, None, environment.socket))
         with progress_bar("loading", unit="bytes") as loaded:
             node = stack.enter_context(
                 open_node(engine, config, environment.socket, whole=role == "none", progress=loaded)
             )
-        stack.enter_context(join_cluster(node, doors, environment.socket))
+        stack.enter_context(join_cluster(node, listeners, environment.socket))
         ready = node.coordinator.wait_ready(stopping.is_set, self._say_missing)
         if not ready or stopping.is_set():
             raise CancelledError("interrupted before the model was ready")

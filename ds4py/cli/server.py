@@ -254,11 +254,11 @@ def _run_coordinator(
     disk: tuple[Path | None, DiskCacheOptions | None],
     whole: bool,
 ) -> None:
-    from ds4py.runtime import open_disk_cache, open_doors, open_node, serve_http
+    from ds4py.runtime import open_disk_cache, open_listeners, open_node, serve_http
 
     with stop_signal() as stopping, ExitStack() as stack:
         stack.enter_context(exclusive(environment.lock_file))
-        doors = stack.enter_context(open_doors(config, front, environment.socket))
+        listeners = stack.enter_context(open_listeners(config, front, environment.socket))
         with progress_bar("loading", unit="bytes") as progress:
             node = stack.enter_context(
                 open_node(engine, config, environment.socket, whole=whole, progress=progress)
@@ -267,8 +267,8 @@ def _run_coordinator(
         cache = None
         if folder is not None and options is not None:
             cache = open_disk_cache(folder, options, node, engine.kv_type)
-        stack.enter_context(serve_http(node, doors, front, environment.socket, disk=cache))
-        for address in doors.http_addresses:
+        stack.enter_context(serve_http(node, listeners, front, environment.socket, disk=cache))
+        for address in listeners.http_addresses:
             log.info("HTTP on %s", address)
             if front.api_key is None and not address.is_loopback:
                 log.warning(_OPEN_DOOR, address)

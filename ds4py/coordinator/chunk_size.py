@@ -58,7 +58,7 @@ StageKey = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class SpanCost:
+class ChunkCost:
     """What one span has cost one stage.
 
     Args:
@@ -121,7 +121,7 @@ class StageModel:
         )
 
 
-def fit(observations: Sequence[SpanCost]) -> StageModel:
+def fit(observations: Sequence[ChunkCost]) -> StageModel:
     """Fit a stage's coefficients by weighted least squares, none below zero.
 
     Errors count relative to an observation's time, but not to less than the median's, so that one
@@ -189,13 +189,13 @@ class _Record:
 
     def __init__(self) -> None:
         self.count = 0
-        self._cells: dict[tuple[int, int], deque[SpanCost]] = {}
+        self._cells: dict[tuple[int, int], deque[ChunkCost]] = {}
 
     @property
-    def observations(self) -> list[SpanCost]:
+    def observations(self) -> list[ChunkCost]:
         return [cost for cell in self._cells.values() for cost in cell]
 
-    def keep(self, cost: SpanCost) -> None:
+    def keep(self, cost: ChunkCost) -> None:
         cell = round(2 * log2(cost.n_tokens)), cost.pos0.bit_length()
         self._cells.setdefault(cell, deque(maxlen=_KEPT)).append(cost)
 
@@ -220,7 +220,7 @@ class StageCosts:
             record = self._records.setdefault(stage, _Record())
             if record.count:
                 seconds, hop = eval_usec * _MICRO, hop_usec * _MICRO
-                record.keep(SpanCost(pos0, n_tokens, seconds, hop, record.count))
+                record.keep(ChunkCost(pos0, n_tokens, seconds, hop, record.count))
             record.count += 1
 
     def models(self, stages: Sequence[StageKey]) -> list[StageModel] | None:
@@ -293,7 +293,7 @@ def forecast(stages: Sequence[StageModel], stretch: Stretch, chunk: int) -> Fore
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChunkChoice:
     """A chunk size and why.
 
     Args:
@@ -319,7 +319,7 @@ class Choice:
         )
 
 
-def choose(stages: Sequence[StageModel] | None, stretch: Stretch) -> Choice:
+def choose(stages: Sequence[StageModel] | None, stretch: Stretch) -> ChunkChoice:
     """Choose the chunk size of a stretch.
 
     The least predicted time wins, but for `COURTESY`; of sizes within 1 %, the largest. No size is
@@ -333,13 +333,13 @@ def choose(stages: Sequence[StageModel] | None, stretch: Stretch) -> Choice:
     """
     sizes = stretch.candidates()
     if not stages:
-        return Choice(max((s for s in sizes if s <= UNMEASURED_CHUNK), default=sizes[0]), {})
+        return ChunkChoice(max((s for s in sizes if s <= UNMEASURED_CHUNK), default=sizes[0]), {})
     sizes = _within_reach(sizes, stages)
     forecasts = {size: forecast(stages, stretch, size) for size in sizes}
     best = _quick_and_polite(forecasts)
     if any(stage.rests_on(best) for stage in stages):
         best = _another(best, sizes)
-    return Choice(best, forecasts)
+    return ChunkChoice(best, forecasts)
 
 
 def _quick_and_polite(forecasts: dict[int, Forecast]) -> int:

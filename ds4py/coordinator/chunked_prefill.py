@@ -34,7 +34,7 @@ class RouteShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Chunk:
     """One unit of work: tokens `[pos0, pos0 + len(tokens))`.
 
     Args:
@@ -84,7 +84,7 @@ def given_chunk(tuning: PrefillTuning, n_ctx: int) -> int | None:
     return tuning.chunk
 
 
-def window_size(tuning: PrefillTuning, n_hops: int, n_spans: int) -> int:
+def window_size(tuning: PrefillTuning, n_hops: int, n_chunks: int) -> int:
     """Return how many spans may be unanswered (spec 7.3).
 
     Raises:
@@ -93,10 +93,10 @@ def window_size(tuning: PrefillTuning, n_hops: int, n_spans: int) -> int:
     if isinstance(tuning.window, ConfigError):
         raise tuning.window
     window = tuning.window or max(2, min(8, n_hops + 2))
-    return max(1, min(window, n_spans))
+    return max(1, min(window, n_chunks))
 
 
-def cut_spans(
+def cut_chunks(
     tokens: Sequence[int],
     start: int,
     start_hash: int,
@@ -104,7 +104,7 @@ def cut_spans(
     chunk: int,
     shape: RouteShape,
     ack_early: bool,
-) -> list[Span]:
+) -> list[Chunk]:
     """Cut `tokens[start:]` into spans with their flags and hashes (spec 7.3, 7.5).
 
     Args:
@@ -115,17 +115,17 @@ def cut_spans(
         shape: The route.
         ack_early: Whether spans before the last ask for an ACK instead of their full result.
     """
-    spans: list[Span] = []
+    chunks: list[Chunk] = []
     prefix = start_hash
     for pos0 in range(start, len(tokens), chunk):
         part = tuple(tokens[pos0 : pos0 + chunk])
         is_last = pos0 + chunk >= len(tokens)
-        flags = span_flags(shape, reset=pos0 == 0)
+        flags = chunk_flags(shape, reset=pos0 == 0)
         if ack_early and not is_last:
             flags |= WorkFlags.ACK_ONLY
         result = extend(prefix, part)
-        spans.append(
-            Span(
+        chunks.append(
+            Chunk(
                 tokens=part,
                 pos0=pos0,
                 prefix_hash=prefix,
@@ -135,10 +135,10 @@ def cut_spans(
             )
         )
         prefix = result
-    return spans
+    return chunks
 
 
-def span_flags(shape: RouteShape, *, reset: bool) -> WorkFlags:
+def chunk_flags(shape: RouteShape, *, reset: bool) -> WorkFlags:
     """Return the flags of a frame to hop 0, before ACK_ONLY."""
     flags = WorkFlags(0)
     if shape.first_layer != 0:
@@ -154,22 +154,22 @@ class Window:
     """The account of spans in flight; answers may come in any order.
 
     Args:
-        n_spans: Spans of the whole prefill.
+        n_chunks: Spans of the whole prefill.
         size: Most spans in flight.
     """
 
-    def __init__(self, n_spans: int, size: int):
-        self._n_spans = n_spans
+    def __init__(self, n_chunks: int, size: int):
+        self._n_chunks = n_chunks
         self._size = size
         self._submitted = 0
         self._answered: set[int] = set()
         self._completed = 0
 
     @property
-    def next_span(self) -> int | None:
+    def next_chunk(self) -> int | None:
         """Index of the span that may leave now; None if the window is full or all are out."""
         full = self._submitted - len(self._answered) >= self._size
-        return None if full or self._submitted >= self._n_spans else self._submitted
+        return None if full or self._submitted >= self._n_chunks else self._submitted
 
     @property
     def in_flight(self) -> int:
@@ -184,11 +184,11 @@ class Window:
     @property
     def done(self) -> bool:
         """Whether every span is answered."""
-        return self._completed == self._n_spans
+        return self._completed == self._n_chunks
 
     def submitted(self) -> None:
-        """Count the span `next_span` as out."""
-        assert self.next_span is not None
+        """Count the chunk `next_chunk` as out."""
+        assert self.next_chunk is not None
         self._submitted += 1
 
     def answered(self, index: int) -> None:

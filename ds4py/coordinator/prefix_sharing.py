@@ -1,4 +1,4 @@
-"""Common heads of prompts: what sessions share, and how one begins with a copy of another's cache.
+"""Common prefixes: what sessions share, and how one begins with a copy of another's cache.
 
 Owns: how long a common prefix is, when copying it pays, the order of the copies. Refuses to know:
 timelines, replay, who else has sessions. Invariant: nothing is copied unless it is known to stand
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from ds4py.contracts import SessionId, SliceRunner
+from ds4py.contracts import ModelRunner, SessionId
 from ds4py.coordinator.relay.route import Route
 from ds4py.errors import CapacityError, ModelError, PrefixMismatchError
 from ds4py.stage.executor import DeviceThread
@@ -40,7 +40,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
-class Donor(Protocol):
+class PrefixSource(Protocol):
     """Another session, as far as it is of use here; every method may be called on any thread."""
 
     @property
@@ -50,11 +50,11 @@ class Donor(Protocol):
     def shares(self, wanted: Sequence[int], route: Route) -> int:
         """Return how many leading tokens of a prompt the stages of a route hold for it."""
 
-    def holds(self, head: Sequence[int]) -> bool:
+    def holds(self, prefix: Sequence[int]) -> bool:
         """Whether these are its first tokens."""
 
 
-class Heads:
+class PrefixSharing:
     """Lets one session begin as another one of the same process did.
 
     Args:
@@ -66,14 +66,14 @@ class Heads:
         self._session = session
         self._timeout = timeout
 
-    def borrow(
-        self, route: Route, donors: Iterable[Donor], wanted: Sequence[int], n_held: int
+    def copy_prefix(
+        self, route: Route, sources: Iterable[PrefixSource], wanted: Sequence[int], n_held: int
     ) -> int:
-        """Have every stage copy the longest head of a prompt that another session has, if it pays.
+        """Have every stage copy the longest prefix that another session has, if it pays.
 
         Args:
             route: The stages.
-            donors: The other sessions.
+            sources: The other sessions.
             wanted: The prompt.
             n_held: Leading tokens of it that the session holds itself.
 
@@ -83,25 +83,25 @@ class Heads:
         most = len(wanted) - _LEFT_OVER
         if not route.can_fork or most - n_held < MIN_SAVED:
             return 0
-        shared = [(min(donor.shares(wanted, route), most), donor) for donor in donors]
-        n_shared, donor = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if donor is None or n_shared - n_held < MIN_SAVED:
+        shared = [(min(source.shares(wanted, route), most), source) for source in sources]
+        n_shared, source = max(shared, key=lambda pair: pair[0], default=(0, None))
+        if source is None or n_shared - n_held < MIN_SAVED:
             return 0
-        head = wanted[:n_shared]
-        if route.local is not None and not self._copy_own(route.local, donor, head):
+        prefix = wanted[:n_shared]
+        if route.local is not None and not self._copy_own(route.local, source, prefix):
             return 0
-        fork = Fork(donor.session_id, self._session, n_shared, prefix_hash(head))
+        fork = Fork(source.session_id, self._session, n_shared, prefix_hash(prefix))
         route.tell(route.hops, FORK, fork)
         return n_shared
 
-    def _copy_own(self, local: DeviceThread, donor: Donor, head: Sequence[int]) -> bool:
+    def _copy_own(self, local: DeviceThread, source: PrefixSource, prefix: Sequence[int]) -> bool:
         """Copy the cache of the coordinator's own layers; False if that was not possible."""
         given_up = threading.Event()
 
-        def copy(runner: SliceRunner) -> None:
-            if given_up.is_set() or not donor.holds(head):
+        def copy(runner: ModelRunner) -> None:
+            if given_up.is_set() or not source.holds(prefix):
                 raise PrefixMismatchError("the other session does not hold these tokens any more")
-            runner.fork(donor.session_id, self._session, len(head))
+            runner.fork(source.session_id, self._session, len(prefix))
 
         try:
             local.call(copy, timeout=self._timeout, session=self._session)

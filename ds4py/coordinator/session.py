@@ -22,17 +22,17 @@ from ds4py.config import CoordinatorConfig
 from ds4py.contracts import Cancelled, Progress, SessionId, SyncResult
 from ds4py.coordinator.chunk_size import GRANULE, StageKey, Stretch, choose
 from ds4py.coordinator.chunked_prefill import (
-    Span,
-    cut_spans,
+    Chunk,
+    chunk_flags,
+    cut_chunks,
     given_chunk,
     prefill_cap,
-    span_flags,
     window_size,
 )
-from ds4py.coordinator.prefix_sharing import MIN_SAVED, Heads, common_prefix
+from ds4py.coordinator.prefix_sharing import MIN_SAVED, PrefixSharing, common_prefix
 from ds4py.coordinator.recovery import Failure, Recovery, as_capacity, classify
 from ds4py.coordinator.relay.kv_transfer import FIRST_REQUEST, Snapshots, Transcript
-from ds4py.coordinator.relay.pipeline import Drive, SpanRun
+from ds4py.coordinator.relay.pipeline import PipelinedRun, RunContext
 from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.relay.route import Route, RouteSource
 from ds4py.errors import (
@@ -51,11 +51,11 @@ _NEWS_SECONDS: Final = 1.0
 
 def stage_keys(route: Route) -> list[StageKey]:
     """Return the layer ranges that a span passes, in order."""
-    own = [] if route.local_span is None else [route.local_span]
-    return [(span.start, span.end) for span in (*own, *(hop.span for hop in route.hops))]
+    own = [] if route.local_layers is None else [route.local_layers]
+    return [(layers.start, layers.end) for layers in (*own, *(hop.layers for hop in route.hops))]
 
 
-class Company(Protocol):
+class EvictionPolicy(Protocol):
     """The other sessions of the process."""
 
     def others(self, session: ClusterSession) -> Iterable[ClusterSession]:
@@ -65,7 +65,7 @@ class Company(Protocol):
         """Give back the caches of sessions that nobody uses, of so many tokens; False if none."""
 
 
-class Alone:
+class NoEviction:
     """The company of a session without any."""
 
     def others(self, session: ClusterSession) -> Iterable[ClusterSession]:
@@ -111,7 +111,7 @@ class ClusterSession:
         session_id: Fixed for life; names the timeline on every stage.
         source: Finds routes and hands out request ids.
         config: Chunks, windows, widths, deadlines.
-        company: Sessions to copy common heads from, and to let go when memory is short.
+        eviction: Sessions to copy common prefixes from, and to let go when memory is short.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class ClusterSession:
         session_id: SessionId,
         source: RouteSource,
         config: CoordinatorConfig,
-        company: Company | None = None,
+        eviction: EvictionPolicy | None = None,
     ):
         self.session_id = session_id
         self._source = source
         self._config = config
-        self._company = company or Alone()
-        self._heads = Heads(session_id, config.result_timeout)
+        self._eviction = eviction or NoEviction()
+        self._sharing = PrefixSharing(session_id, config.result_timeout)
         self._held_on: tuple[WorkerRecord, ...] | None = None  # hops that have cached the tokens
         self._takes_memory = False
         self._tokens: list[int] = []
@@ -165,12 +165,12 @@ class ClusterSession:
         """
         return common_prefix(self._tokens[:], wanted) if self._held_on == route.hops else 0
 
-    def holds(self, head: Sequence[int]) -> bool:
+    def holds(self, prefix: Sequence[int]) -> bool:
         """Whether these are its first tokens; on any thread.
 
         Rows of own layers are overwritten only after their tokens were taken from the timeline.
         """
-        return self._tokens[: len(head)] == list(head)
+        return self._tokens[: len(prefix)] == list(prefix)
 
     def reusable(self, tokens: Sequence[int]) -> int:
         """Return how many leading tokens need no evaluation; see `contracts.Session.reusable`."""
@@ -262,7 +262,7 @@ class ClusterSession:
             self._rewinds = route.can_rewind
             try:
                 self._keep(route, goal)
-                if failure is None and self._borrow(route, goal):
+                if failure is None and self._copy_prefix(route, goal):
                     recovery.refused += 1  # the notice may come too late twice: for the replay too
                 return self._evaluate(route, goal, progress, cancelled)
             except CancelledError:
@@ -296,7 +296,7 @@ class ClusterSession:
         goal.n_same, goal.n_done = goal.n_same + n_done, goal.n_done + n_done
         again = recovery.allows(Failure.FULL)
         if again and recovery.full:
-            again = self._company.make_room(len(goal.todo))
+            again = self._eviction.make_room(len(goal.todo))
             log.info("idle sessions make room for %d tokens: %s; %s", len(goal.todo), again, error)
         elif again and isinstance(error, RemoteWorkError):
             # hops read of those who went on other connections than of this span: perhaps later
@@ -328,14 +328,14 @@ class ClusterSession:
             goal.n_same = goal.n_done = 0
         self._cut_back(goal.n_same)
 
-    def _borrow(self, route: Route, goal: _Goal) -> bool:
+    def _copy_prefix(self, route: Route, goal: _Goal) -> bool:
         """Begin as another session did, if that saves much; False if nothing was copied."""
         if len(goal.todo) <= MIN_SAVED:
             return False
         wanted = [*self._tokens, *goal.todo]
         self._takes_memory = True
-        others = self._company.others(self)
-        n_copied = self._heads.borrow(route, others, wanted, goal.n_same)
+        others = self._eviction.others(self)
+        n_copied = self._sharing.copy_prefix(route, others, wanted, goal.n_same)
         if n_copied:
             self._tokens, goal.todo = wanted[:n_copied], wanted[n_copied:]
             self._hash = prefix_hash(self._tokens)
@@ -347,14 +347,14 @@ class ClusterSession:
     ) -> SyncResult:
         """Evaluate what is to do behind the timeline, over one route."""
         start, todo, length = goal.n_same, goal.todo, goal.length
-        spans = self._cut(route, goal)
-        pipelined = self._pipelined(route, spans)
+        chunks = self._cut(route, goal)
+        pipelined = self._pipelined(route, chunks)
         tuning = self._config.prefill
-        window = window_size(tuning, len(route.hops), len(spans)) if pipelined else 1
+        window = window_size(tuning, len(route.hops), len(chunks)) if pipelined else 1
 
-        def completed(n_spans: int) -> None:
-            if n_spans:
-                done = spans[n_spans - 1]
+        def completed(n_chunks: int) -> None:
+            if n_chunks:
+                done = chunks[n_chunks - 1]
                 self._held_on = route.hops
                 self._tokens.extend(todo[len(self._tokens) - start : done.end - start])
                 self._hash = done.result_hash
@@ -364,8 +364,8 @@ class ClusterSession:
         # until it returns, stages may be ahead of `tokens` by spans that were cut short
         self._stages_hold_more, self._logits = True, None
         self._takes_memory = True
-        run = SpanRun(
-            self._drive(route), spans, window=window, pipelined=pipelined, completed=completed
+        run = PipelinedRun(
+            self._drive(route), chunks, window=window, pipelined=pipelined, completed=completed
         )
         try:
             logits = run.run(cancelled)
@@ -376,7 +376,7 @@ class ClusterSession:
         self._stages_hold_more, self._logits = False, logits
         return SyncResult(logits=logits, n_cached=goal.n_cached)
 
-    def _cut(self, route: Route, goal: _Goal) -> list[Span]:
+    def _cut(self, route: Route, goal: _Goal) -> list[Chunk]:
         """Return the spans of what is to do."""
         if len(goal.todo) == 1:
             return [self._step(route, goal)]
@@ -384,7 +384,7 @@ class ClusterSession:
         chunk = given_chunk(tuning, self.n_ctx)
         if chunk is None:
             chunk = self._choose_chunk(route, goal.n_same, len(goal.todo))
-        return cut_spans(
+        return cut_chunks(
             [*self._tokens, *goal.todo],
             goal.n_same,
             self._hash,
@@ -393,14 +393,14 @@ class ClusterSession:
             ack_early=tuning.pipeline and tuning.ack_only and bool(route.hops),
         )
 
-    def _step(self, route: Route, goal: _Goal) -> Span:
+    def _step(self, route: Route, goal: _Goal) -> Chunk:
         """Return the span of a single token, in a time that does not depend on the context."""
-        return Span(
+        return Chunk(
             tokens=tuple(goal.todo),
             pos0=goal.n_same,
             prefix_hash=self._hash,
             result_hash=extend(self._hash, goal.todo),
-            flags=span_flags(route.shape, reset=goal.n_same == 0),
+            flags=chunk_flags(route.shape, reset=goal.n_same == 0),
             is_last=True,
         )
 
@@ -422,12 +422,12 @@ class ClusterSession:
             log.debug("chunks of a prompt: %s", choice.explain(stretch, stages))
         return choice.chunk
 
-    def _pipelined(self, route: Route, spans: list[Span]) -> bool:
+    def _pipelined(self, route: Route, chunks: list[Chunk]) -> bool:
         """Whether spans overlap: more than one, and somewhere to send them (spec 7.2)."""
-        return self._config.prefill.pipeline and len(spans) > 1 and bool(route.hops)
+        return self._config.prefill.pipeline and len(chunks) > 1 and bool(route.hops)
 
-    def _drive(self, route: Route) -> Drive:
-        return Drive(
+    def _drive(self, route: Route) -> RunContext:
+        return RunContext(
             route=route,
             session=self.session_id,
             card=self._source.card,

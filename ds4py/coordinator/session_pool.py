@@ -23,7 +23,7 @@ from ds4py.errors import CancelledError
 _POLL_SECONDS: Final = 0.1
 _LOSS_RATIO: Final = 4
 
-Waiting = Callable[[int], None]
+TellPosition = Callable[[int], None]
 """Told the place in the queue, 1 for the next one, at first and whenever it changes."""
 
 
@@ -38,7 +38,7 @@ def choose_session(
     Args:
         free: At least one.
         tokens: The prompt.
-        can_fork: A common head can be copied from any session. Then the prompt may go elsewhere,
+        can_fork: A common prefix can be copied from any session. Then the prompt may go elsewhere,
             and a conversation that begins like it can stay.
     """
     some_are_empty = not all(session.tokens for session in free)
@@ -67,7 +67,7 @@ def _goes_on(n_common: int, n_lost: int, *, cheaply: bool) -> bool:
     return n_lost < MIN_SAVED or (not cheaply and n_lost * _LOSS_RATIO <= n_common)
 
 
-class ClusterBackend:
+class SessionPool:
     """A `contracts.Backend` over a coordinator.
 
     Args:
@@ -139,7 +139,7 @@ class ClusterBackend:
         tokens: Sequence[int],
         *,
         cancelled: Cancelled | None = None,
-        waiting: Waiting | None = None,
+        waiting: TellPosition | None = None,
     ) -> Iterator[Session]:
         """Borrow a session; see `contracts.Backend.lease`.
 
@@ -157,7 +157,7 @@ class ClusterBackend:
                 self._changed.notify_all()
 
     def _take(
-        self, tokens: Sequence[int], cancelled: Cancelled | None, waiting: Waiting | None
+        self, tokens: Sequence[int], cancelled: Cancelled | None, waiting: TellPosition | None
     ) -> ClusterSession:
         told = 0
         with self._changed:
@@ -167,10 +167,10 @@ class ClusterBackend:
                 while not (self._free and self._waiting[0] == ticket):
                     if cancelled is not None and cancelled():
                         raise CancelledError("the request was cancelled while it waited")
-                    place = self._waiting.index(ticket) + 1
-                    if waiting is not None and place != told:
-                        waiting(place)
-                    told = place
+                    position = self._waiting.index(ticket) + 1
+                    if waiting is not None and position != told:
+                        waiting(position)
+                    told = position
                     self._changed.wait(_POLL_SECONDS)
                 can_fork = self._coordinator.can_fork
                 session = choose_session(self._free, tokens, can_fork=can_fork)

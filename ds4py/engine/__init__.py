@@ -1,4 +1,4 @@
-"""One machine as a `SliceRunner`: device, weights, caches, evaluation.
+"""One machine as a `ModelRunner`: device, weights, caches, evaluation.
 
 Owns: the way from a file and a span to answers. Refuses to know: sockets, tokens' text, what a
 layer computes. Invariant: everything that touches tensors after loading happens on the thread that

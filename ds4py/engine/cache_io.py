@@ -88,20 +88,21 @@ def save_shard(runner: LocalRunner, session: SessionId) -> SavedShard:
         SnapshotError: The model's sessions have no portable form.
         ModelError: The session is unknown or empty.
     """
-    sizes, span = saved_sizes(runner.card), runner.span
+    sizes, layer_range = saved_sizes(runner.card), runner.layers
     n_tokens, saved = runner.export_cache(session)
     if isinstance(sizes, PlainSizes):
         layers = list(_plain_layers(saved))
-        return PlainShard(sizes=sizes, span=span, n_tokens=n_tokens, layers=layers)
+        return PlainShard(sizes=sizes, layer_range=layer_range, n_tokens=n_tokens, layers=layers)
     assert runner.capacities is not None
     tensors = iter(saved)
     return Shard(
         sizes=sizes,
-        span=span,
+        layer_range=layer_range,
         capacities=runner.capacities,
         n_tokens=n_tokens,
         layers=[
-            [next(tensors).numpy() for _ in sizes.shapes(layer, n_tokens)] for layer in span.layers
+            [next(tensors).numpy() for _ in sizes.shapes(layer, n_tokens)]
+            for layer in layer_range.indices
         ],
     )
 
@@ -144,9 +145,10 @@ def _tensor(array: npt.NDArray[Any], held: torch.dtype) -> torch.Tensor:
 def _check(runner: LocalRunner, shard: SavedShard) -> None:
     if shard.sizes != (sizes := saved_sizes(runner.card)):
         raise SnapshotError(f"saved cache: of {shard.sizes}, expected {sizes}")
-    if shard.span.layers != runner.span.layers:
+    if shard.layer_range.indices != runner.layers.indices:
         raise SnapshotError(
-            f"saved cache: layers {shard.span}, expected {runner.span}; split the session anew"
+            f"saved cache: layers {shard.layer_range}, expected {runner.layers}; "
+            "split the session anew"
         )
     if shard.n_tokens >= runner.n_ctx:
         raise SnapshotError(
@@ -156,7 +158,7 @@ def _check(runner: LocalRunner, shard: SavedShard) -> None:
 
 
 def _check_kinds(shard: PlainShard, own: KvKind) -> None:
-    for number, layer in zip(shard.span.layers, shard.layers, strict=True):
+    for number, layer in zip(shard.layer_range.indices, shard.layers, strict=True):
         if layer.kind != own:
             raise SnapshotError(
                 f"saved cache: {layer.kind.name} keys and values in layer {number}, expected "

@@ -28,7 +28,7 @@ MAX_SESSIONS: Final = 32
 _WARM_UPS: Final = 2  # before a recording: kernels are compiled, libraries take their memory
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """A device's way to record."""
 
     def record(
@@ -61,7 +61,7 @@ class CudaRecorder:
     def record(
         self, function: Callable[[], torch.Tensor]
     ) -> tuple[Callable[[], None], torch.Tensor]:
-        """See `Recorder.record`."""
+        """See `GraphRecorder.record`."""
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -92,9 +92,9 @@ class GraphedDecode:
         recorder: Of its device.
     """
 
-    def __init__(self, model: DecodesSteps, recorder: Recorder):
+    def __init__(self, model: DecodesSteps, recorder: GraphRecorder):
         self._model = model
-        self._recorder: Recorder | None = recorder
+        self._recorder: GraphRecorder | None = recorder
         self._recordings: dict[int, _Recording] = {}
 
     def __call__(self, step: DecodeStep) -> torch.Tensor:

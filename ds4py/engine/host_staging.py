@@ -42,7 +42,7 @@ def page_locked(n_bytes: int) -> torch.Tensor:
     return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-class HostMemory:
+class PinnedPool:
     """Memory for copies to and from a device: page-locked up to a limit, ordinary beyond it.
 
     Torch keeps page-locked memory that was freed, and hands it out again when no copy uses it any
@@ -121,7 +121,7 @@ def staging_for(device: torch.device) -> Staging:
     """Return what suits a device."""
     if device.type == "cpu":
         return DirectStaging(device)
-    return StreamStaging(device, HostMemory(PINNED_BYTES))
+    return StreamStaging(device, PinnedPool(PINNED_BYTES))
 
 
 class DirectStaging:
@@ -161,7 +161,7 @@ class StreamStaging:
 
     overlaps = True
 
-    def __init__(self, device: torch.device, memory: HostMemory):
+    def __init__(self, device: torch.device, memory: PinnedPool):
         self._device = device
         self._memory = memory
         self._module: Any = torch.get_device_module(device)

@@ -23,7 +23,7 @@ from ds4py.contracts import NO_ROOM
 from ds4py.engine import host_memory
 from ds4py.errors import CapacityError
 from ds4py.kernels.cache import CacheTensor
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 
 PAGE_TOKENS: Final = 256
 """Tokens for which a session takes memory at a time."""
@@ -265,7 +265,7 @@ def _reserved(
 
 def _address(tensor: torch.Tensor) -> int:
     """Return where a cache tensor begins in the memory of the process."""
-    return Buffer(tensor, tensor.dtype, "cache").address
+    return KernelBuffer(tensor, tensor.dtype, "cache").address
 
 
 def _n_pages(n_tokens: int) -> int:

@@ -19,9 +19,9 @@ from ds4py.config import ActQuant, KvType, Precision
 from ds4py.engine.device import choose_dtype, rounds_activations
 from ds4py.errors import ModelError
 from ds4py.gguf.file import GgufFile
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.layers.linear import KeepBudget
-from ds4py.models.base import Placement, Shape, Slice, TensorNeed
+from ds4py.models.base import DeviceSpec, Shape, Slice, TensorNeed
 from ds4py.models.registry import load_architecture
 from ds4py.quant.formats import FORMATS
 from ds4py.quant.tensor import QuantTensor
@@ -41,7 +41,7 @@ KV_DTYPES: Final[Mapping[KvType, torch.dtype | None]] = MappingProxyType(
         "q8_0": torch.int8,
     }
 )
-"""What `Placement.kv_dtype` is for a type of `EngineConfig`."""
+"""What `DeviceSpec.kv_dtype` is for a type of `EngineConfig`."""
 
 _LAYER: Final = re.compile(r"blk\.(\d{1,9})\.", re.ASCII)
 
@@ -71,7 +71,7 @@ def read_shape(file: GgufFile) -> Shape:
 
 def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
     file: GgufFile,
-    span: LayerSpan,
+    layers: LayerRange,
     device: torch.device,
     precision: Precision,
     *,
@@ -85,7 +85,7 @@ def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
 
     Args:
         file: Open; may be closed afterwards.
-        span: Owned layers, inside the model.
+        layers: Owned layers, inside the model.
         device: Where weights live.
         precision: "f32", or "bf16" or "auto" for speed.
         n_ctx: Positions that the slice must be able to compute.
@@ -100,12 +100,12 @@ def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
         ModelError: Unknown architecture, a shape that does not fit, an unknown tensor in a layer.
     """
     shape = read_shape(file)
-    needs, head = _needs(file, shape, span, want_head=want_head)
+    needs, head = _needs(file, shape, layers, want_head=want_head)
     present = {name: need for name, need in needs.items() if name in file.tensors}
-    check_tensors(file, shape, span, needs)
+    check_tensors(file, shape, layers, needs)
     dtype = choose_dtype(precision)
     keep = KEEP_BYTES if dtype is torch.float32 and device.type == "cpu" else 0
-    place = Placement(
+    spec = DeviceSpec(
         device=device,
         dtype=dtype,
         n_ctx=n_ctx,
@@ -114,25 +114,25 @@ def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
         kv_dtype=KV_DTYPES[kv_type],
     )
     total = sum(file.tensors[name].n_bytes for name in present)
-    reader = _Reader(file, device, total, progress)
+    reader = _TensorReader(file, device, total, progress)
     build = load_architecture(shape.architecture).build_slice
     with torch.inference_mode():
-        built = build(shape, span, reader.take, place, head=head)
+        built = build(shape, layers, reader.take, spec, head=head)
     return LoadedSlice(built, total)
 
 
 def _needs(
-    file: GgufFile, shape: Shape, span: LayerSpan, *, want_head: bool
+    file: GgufFile, shape: Shape, layers: LayerRange, *, want_head: bool
 ) -> tuple[Mapping[str, TensorNeed], bool]:
     """Return what the slice needs, and whether the head is part of it."""
 
     def may_have(name: str) -> bool:
         return name in file.tensors or bool(file.missing_shards)
 
-    needs = shape.tensor_needs(span, may_have, head=span.has_output)
-    if span.has_output or not want_head:
-        return needs, span.has_output
-    with_head = shape.tensor_needs(span, may_have, head=True)
+    needs = shape.tensor_needs(layers, may_have, head=layers.has_output)
+    if layers.has_output or not want_head:
+        return needs, layers.has_output
+    with_head = shape.tensor_needs(layers, may_have, head=True)
     parts = [name for name, need in with_head.items() if name not in needs and not need.optional]
     found = [name for name in parts if name in file.tensors]
     if found and not file.missing_shards:
@@ -141,7 +141,7 @@ def _needs(
 
 
 def check_tensors(
-    file: GgufFile, shape: Shape, span: LayerSpan, needs: Mapping[str, TensorNeed]
+    file: GgufFile, shape: Shape, layers: LayerRange, needs: Mapping[str, TensorNeed]
 ) -> None:
     """Check presence, type and shape of all needed tensors, and that the layers have no others.
 
@@ -150,7 +150,7 @@ def check_tensors(
     """
     required = [name for name, need in needs.items() if not need.optional]
     found = [name for name in needs if name in file.tensors]
-    _check_last_layer(file, shape, span)
+    _check_last_layer(file, shape, layers)
     file.require({*required, *found}, can_decode=FORMATS.__contains__)
     for name in found:
         info, need = file.tensors[name], needs[name]
@@ -161,7 +161,7 @@ def check_tensors(
             raise ModelError(f"tensor {name}", got=f"type {info.type_name}", expected=expected)
     for name in file.tensors:
         match = _LAYER.match(name)
-        if match and int(match[1]) in span and name not in needs:
+        if match and int(match[1]) in layers and name not in needs:
             raise ModelError(
                 f"tensor {name}",
                 got="a weight that would be ignored",
@@ -170,10 +170,10 @@ def check_tensors(
             )
 
 
-def _check_last_layer(file: GgufFile, shape: Shape, span: LayerSpan) -> None:
+def _check_last_layer(file: GgufFile, shape: Shape, layers: LayerRange) -> None:
     """Explain a layer that the metadata counts but nobody stored, as converters leave it behind."""
     last = shape.n_layers - 1
-    if last not in span or file.missing_shards:
+    if last not in layers or file.missing_shards:
         return
     if not any(name.startswith(f"blk.{last}.") for name in file.tensors):
         raise ModelError(
@@ -184,7 +184,7 @@ def _check_last_layer(file: GgufFile, shape: Shape, span: LayerSpan) -> None:
         )
 
 
-class _Reader:
+class _TensorReader:
     """Hands tensors to a slice and counts them."""
 
     def __init__(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ds4py.activations import HiddenBatch
-from ds4py.contracts import SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind
 from ds4py.engine.host_staging import Later, Staging
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -20,8 +20,8 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def answers(
-    works: Sequence[SliceWork], hidden: torch.Tensor, logits: Logits, staging: Staging
-) -> Later[list[SliceOutput]]:
+    works: Sequence[ForwardRequest], hidden: torch.Tensor, logits: Logits, staging: Staging
+) -> Later[list[ForwardOutput]]:
     """Begin to answer spans.
 
     Args:
@@ -34,44 +34,46 @@ def answers(
         The outputs in the order of the spans.
     """
     rows = dict(enumerate(torch.split(hidden, [len(work.tokens) for work in works])))
-    wanted: list[Later[Mapping[int, SliceOutput]]] = []
-    final = {place: rows[place][-1:] for place in rows if works[place].want is Want.LOGITS}
+    wanted: list[Later[Mapping[int, ForwardOutput]]] = []
+    final = {
+        index: rows[index][-1:] for index in rows if works[index].output_kind is OutputKind.LOGITS
+    }
     if final:
         wanted.append(_with_logits(final, logits, staging))
-    for bits in {work.reply_bits for work in works if work.want is Want.HIDDEN}:
+    for bits in {work.reply_bits for work in works if work.output_kind is OutputKind.HIDDEN}:
         own = {
-            place: part
-            for place, part in rows.items()
-            if works[place].want is Want.HIDDEN and works[place].reply_bits == bits
+            index: part
+            for index, part in rows.items()
+            if works[index].output_kind is OutputKind.HIDDEN and works[index].reply_bits == bits
         }
         wanted.append(_with_hidden(own, bits, staging))
 
-    def complete() -> list[SliceOutput]:
-        found: dict[int, SliceOutput] = {}
+    def complete() -> list[ForwardOutput]:
+        found: dict[int, ForwardOutput] = {}
         for part in wanted:
             found |= part()
-        return [found.get(place, SliceOutput()) for place in rows]
+        return [found.get(index, ForwardOutput()) for index in rows]
 
     return complete
 
 
 def _with_logits(
     rows: Mapping[int, torch.Tensor], logits: Logits, staging: Staging
-) -> Later[Mapping[int, SliceOutput]]:
+) -> Later[Mapping[int, ForwardOutput]]:
     fetched = staging.fetch(logits(_joined(rows)))
     return lambda: {
-        place: SliceOutput(logits=own) for place, own in zip(rows, fetched(), strict=True)
+        index: ForwardOutput(logits=own) for index, own in zip(rows, fetched(), strict=True)
     }
 
 
 def _with_hidden(
     rows: Mapping[int, torch.Tensor], bits: int, staging: Staging
-) -> Later[Mapping[int, SliceOutput]]:
+) -> Later[Mapping[int, ForwardOutput]]:
     counts = [part.shape[0] for part in rows.values()]
     fetched = staging.download(_joined(rows), bits)
     return lambda: {
-        place: SliceOutput(hidden=own)
-        for place, own in zip(rows, _divided(fetched(), counts), strict=True)
+        index: ForwardOutput(hidden=own)
+        for index, own in zip(rows, _divided(fetched(), counts), strict=True)
     }
 
 

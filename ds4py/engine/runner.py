@@ -1,4 +1,4 @@
-"""`LocalRunner`: one machine's slice with its caches, as `contracts.SliceRunner`.
+"""`LocalRunner`: one machine's slice with its caches, as `contracts.ModelRunner`.
 
 Owns: sessions on this stage (slot, length), the checks of a span before it runs. Refuses to know:
 prefix hashes, peers, files. Invariant: a span that is refused changed nothing; a session's length
@@ -16,13 +16,13 @@ import torch
 
 from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import (
+    ForwardOutput,
+    ForwardRequest,
     ModelCard,
+    OutputKind,
+    PendingForward,
     PlainForm,
     SessionId,
-    SliceOutput,
-    SliceWork,
-    Started,
-    Want,
 )
 from ds4py.engine.cache_io import load_shard, save_shard, saved_sizes
 from ds4py.engine.cuda_graphs import graphed
@@ -32,13 +32,13 @@ from ds4py.engine.outputs import answers
 from ds4py.errors import CapacityError, Ds4Error, ModelError
 from ds4py.kernels.cache import CacheTensor, Segment
 from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.base import Slice
 from ds4py.snapshot import Capacities, read_shard, write_shard
 
 
 @dataclass(slots=True)
-class _Timeline:
+class _CacheSlot:
     """A session of this stage.
 
     Args:
@@ -53,12 +53,12 @@ class _Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _ForwardJob:
     """A span that passed all checks, and its place in the batch."""
 
-    place: int
-    work: SliceWork
-    timeline: _Timeline
+    index: int
+    work: ForwardRequest
+    timeline: _CacheSlot
 
 
 class _Moment(Protocol):
@@ -71,7 +71,7 @@ class _Moment(Protocol):
 class _Begun(NamedTuple):
     """A batch that was queued, and the moment when all of it has been computed."""
 
-    complete: Later[dict[int, SliceOutput | Ds4Error]]
+    complete: Later[dict[int, ForwardOutput | Ds4Error]]
     computed: _Moment
 
 
@@ -83,7 +83,7 @@ class LocalRunner:
     Args:
         model: The slice.
         card: Identity of the whole model.
-        span: Its layers.
+        layers: Its layers.
         pool: Caches, laid out for the slice.
         device: Where all of it lives.
         n_ctx: Tokens that one session can hold.
@@ -96,7 +96,7 @@ class LocalRunner:
         self,
         model: Slice,
         card: ModelCard,
-        span: LayerSpan,
+        layers: LayerRange,
         pool: KvPool,
         *,
         device: torch.device,
@@ -108,7 +108,7 @@ class LocalRunner:
         self._model: Slice | None = model
         self._pool: KvPool | None = pool
         self._card = card
-        self._span = span
+        self._layers = layers
         self._device = device
         self._n_ctx = n_ctx
         self._n_slots = pool.n_slots
@@ -116,7 +116,7 @@ class LocalRunner:
         self.capacities = capacities
         self._has_head = model.has_head
         self._can_rewind = model.rewind_floor(n_ctx) == 0
-        self._timelines: dict[SessionId, _Timeline] = {}
+        self._timelines: dict[SessionId, _CacheSlot] = {}
         self._staging = staging or staging_for(device)
         with active(device):
             self._graphed = graphed(model, device)
@@ -128,9 +128,9 @@ class LocalRunner:
         return self._card
 
     @property
-    def span(self) -> LayerSpan:
+    def layers(self) -> LayerRange:
         """The owned layers."""
-        return self._span
+        return self._layers
 
     @property
     def has_head(self) -> bool:
@@ -177,27 +177,27 @@ class LocalRunner:
         """Whether a batch that was started is complete only later."""
         return self._staging.overlaps
 
-    def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
-        """Evaluate spans; see `contracts.SliceRunner.run`.
+    def run(self, batch: Sequence[ForwardRequest]) -> list[ForwardOutput | Ds4Error]:
+        """Evaluate spans; see `contracts.ModelRunner.run`.
 
         Spans of one token run together, as one batch of the model; longer ones run alone.
         """
-        return self.start(batch).complete()
+        return self.forward_async(batch).complete()
 
-    def start(self, batch: Sequence[SliceWork]) -> Started:
-        """Queue spans on the device; see `contracts.SliceRunner.start`.
+    def forward_async(self, batch: Sequence[ForwardRequest]) -> PendingForward:
+        """Queue spans on the device; see `contracts.ModelRunner.forward_async`.
 
         On the CPU they are complete at once.
         """
         refused: dict[int, Ds4Error] = {}
-        alone: list[list[_Job]] = []
-        single: list[_Job] = []
-        for place, work in enumerate(batch):
+        alone: list[list[_ForwardJob]] = []
+        single: list[_ForwardJob] = []
+        for index, work in enumerate(batch):
             try:
                 self._check(work)
-                job = _Job(place, work, self._timeline(work))
+                job = _ForwardJob(index, work, self._timeline(work))
             except Ds4Error as error:
-                refused[place] = error
+                refused[index] = error
                 continue
             if len(work.tokens) == 1:
                 single.append(job)
@@ -205,13 +205,13 @@ class LocalRunner:
                 alone.append([job])
         begun = [self._evaluate(jobs) for jobs in (*alone, single) if jobs]
 
-        def complete() -> list[SliceOutput | Ds4Error]:
-            found: dict[int, SliceOutput | Ds4Error] = dict(refused)
+        def complete() -> list[ForwardOutput | Ds4Error]:
+            found: dict[int, ForwardOutput | Ds4Error] = dict(refused)
             for part in begun:
                 found |= part.complete()
-            return [found[place] for place in range(len(batch))]
+            return [found[index] for index in range(len(batch))]
 
-        return Started(
+        return PendingForward(
             refused=refused,
             complete=complete,
             ready=lambda: all(part.computed.query() for part in begun),
@@ -253,14 +253,14 @@ class LocalRunner:
         self._open_pool().resize(timeline.slot, n_tokens)
 
     def reserve(self, session: SessionId, n_tokens: int) -> None:
-        """Take memory ahead of spans; see `contracts.SliceRunner.reserve`."""
+        """Take memory ahead of spans; see `contracts.ModelRunner.reserve`."""
         timeline = self._timelines.get(session)
         if timeline is None or n_tokens > timeline.length:
             self._held(session, n_tokens)
 
     @torch.inference_mode()
     def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
-        """Copy the first tokens of a session to another; see `contracts.SliceRunner.fork`.
+        """Copy the first tokens of a session to another; see `contracts.ModelRunner.fork`.
 
         Raises:
             ModelError: The source is unknown or shorter, or its cache no longer holds what a
@@ -274,13 +274,13 @@ class LocalRunner:
         timeline.length, timeline.floor = n_tokens, origin.floor
 
     def save_cache(self, session: SessionId) -> list[memoryview]:
-        """Return a copy of a session's cache; see `contracts.SliceRunner.save_cache`."""
+        """Return a copy of a session's cache; see `contracts.ModelRunner.save_cache`."""
         return write_shard(save_shard(self, session))
 
     def load_cache(self, session: SessionId, n_tokens: int, payload: memoryview) -> None:
-        """Replace a session's cache; see `contracts.SliceRunner.load_cache`."""
+        """Replace a session's cache; see `contracts.ModelRunner.load_cache`."""
         sizes = saved_sizes(self._card)
-        shard = read_shard(payload, sizes, self._span, n_ctx=self._n_ctx, n_tokens=n_tokens)
+        shard = read_shard(payload, sizes, self._layers, n_ctx=self._n_ctx, n_tokens=n_tokens)
         load_shard(self, session, shard)
 
     @torch.inference_mode()
@@ -329,14 +329,14 @@ class LocalRunner:
         self._timelines.clear()
         self._model = self._pool = self._graphed = None
 
-    def _check(self, work: SliceWork) -> None:
+    def _check(self, work: ForwardRequest) -> None:
         """Refuse a span that can not be evaluated; changes nothing."""
         n_tokens = len(work.tokens)
         if n_tokens < 1:
             raise ModelError("span", got="no tokens", expected="at least one")
         self._check_input(work)
-        if work.want is Want.LOGITS and not self._has_head:
-            raise ModelError("logits", got=f"layers {self._span}", expected="the output head")
+        if work.output_kind is OutputKind.LOGITS and not self._has_head:
+            raise ModelError("logits", got=f"layers {self._layers}", expected="the output head")
         held = self.length(work.session) or 0
         expected = 0 if work.reset else held
         if work.pos0 != expected:
@@ -348,10 +348,10 @@ class LocalRunner:
                 "context of the session", needed=work.pos0 + n_tokens, available=self._n_ctx
             )
 
-    def _check_input(self, work: SliceWork) -> None:
-        if (work.hidden is None) != (self._span.start == 0):
+    def _check_input(self, work: ForwardRequest) -> None:
+        if (work.hidden is None) != (self._layers.start == 0):
             got, expected = ("tokens only", "hidden states")[:: 1 if work.hidden is None else -1]
-            raise ModelError(f"input of layers {self._span}", got=got, expected=expected)
+            raise ModelError(f"input of layers {self._layers}", got=got, expected=expected)
         if work.hidden is not None:
             self._check_width(work.hidden)
             if work.hidden.rows != len(work.tokens):
@@ -372,7 +372,7 @@ class LocalRunner:
                 expected=self._card.hidden_width,
             )
 
-    def _timeline(self, work: SliceWork) -> _Timeline:
+    def _timeline(self, work: ForwardRequest) -> _CacheSlot:
         """Return the session's timeline with memory for the span, emptied if asked for."""
         timeline = self._held(work.session, work.pos0 + len(work.tokens))
         if work.reset:
@@ -381,7 +381,7 @@ class LocalRunner:
             timeline.floor = 0
         return timeline
 
-    def _cuttable(self, why: str, session: SessionId, n_tokens: int) -> _Timeline:
+    def _cuttable(self, why: str, session: SessionId, n_tokens: int) -> _CacheSlot:
         """Return a session's timeline if its cache could be cut to so many tokens."""
         timeline = self._timelines.get(session)
         held = "an unknown session" if timeline is None else f"{timeline.length} tokens"
@@ -395,16 +395,16 @@ class LocalRunner:
             )
         return timeline
 
-    def _held(self, session: SessionId, n_tokens: int) -> _Timeline:
+    def _held(self, session: SessionId, n_tokens: int) -> _CacheSlot:
         """Return a session's timeline with memory for so many tokens; a new one takes a slot."""
         timeline = self._timelines.get(session)
         if timeline is None:
-            timeline = self._timelines[session] = _Timeline(self._open_pool().acquire(n_tokens))
+            timeline = self._timelines[session] = _CacheSlot(self._open_pool().acquire(n_tokens))
         else:
             self._open_pool().resize(timeline.slot, n_tokens)
         return timeline
 
-    def _extend(self, job: _Job) -> None:
+    def _extend(self, job: _ForwardJob) -> None:
         """Count the tokens of a span that was queued."""
         timeline = job.timeline
         timeline.length = job.work.pos0 + len(job.work.tokens)
@@ -412,7 +412,7 @@ class LocalRunner:
         timeline.floor = max(timeline.floor, floor)
 
     @torch.inference_mode()
-    def _evaluate(self, jobs: Sequence[_Job]) -> _Begun:
+    def _evaluate(self, jobs: Sequence[_ForwardJob]) -> _Begun:
         """Queue one batch of the model; every answer carries the time of the whole batch."""
         started = time.perf_counter_ns()
         with active(self._device):
@@ -424,7 +424,7 @@ class LocalRunner:
             computed = torch.get_device_module(self._device).Event()
             computed.record()
 
-        def complete() -> dict[int, SliceOutput | Ds4Error]:
+        def complete() -> dict[int, ForwardOutput | Ds4Error]:
             ready = outputs()
             computed.synchronize()  # also if nothing of the batch was wanted
             done = time.perf_counter_ns()
@@ -432,14 +432,14 @@ class LocalRunner:
             eval_usec = (done - max(started, self._busy_until)) // 1000
             self._busy_until = done
             pairs = zip(jobs, ready, strict=True)
-            return {job.place: replace(one, eval_usec=eval_usec) for job, one in pairs}
+            return {job.index: replace(one, eval_usec=eval_usec) for job, one in pairs}
 
         if self._staging.overlaps:
             return _Begun(complete, computed)
         finished = complete()
         return _Begun(lambda: finished, computed)
 
-    def _forward(self, jobs: Sequence[_Job]) -> torch.Tensor:
+    def _forward(self, jobs: Sequence[_ForwardJob]) -> torch.Tensor:
         model, pool = self._open_model(), self._open_pool()
         ids = [token for job in jobs for token in job.work.tokens]
         parts = [

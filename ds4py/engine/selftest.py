@@ -24,7 +24,7 @@ from ds4py import __version__
 from ds4py.config import cache_folder
 from ds4py.kernels.cpu import compare, jit
 from ds4py.kernels.cpu.blocks import LAYOUTS
-from ds4py.kernels.cpu.fused import CACHE_TYPES, Heads
+from ds4py.kernels.cpu.fused import CACHE_TYPES, AttentionHeads
 from ds4py.kernels.cpu.trust import TRUST, Check
 from ds4py.layers import compare as steps
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _FILE: Final = "kernels.json"
 _MOST_BYTES: Final = 1 << 20
 _MOST_PROCESSORS: Final = 8
-_HEADS: Final = (Heads(2, 4, 64, 64), Heads(3, 1, 80, 32))
+_HEADS: Final = (AttentionHeads(2, 4, 64, 64), AttentionHeads(3, 1, 80, 32))
 """Of the attention that the self-test compares; a model's own are compared when it is loaded."""
 
 

@@ -61,7 +61,7 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"
 
 
-class Vocabulary(Protocol):
+class GrammarVocabulary(Protocol):
     """What is asked of a tokenizer; `ds4py.text.tokenizer.tokenizer.Tokenizer` answers it."""
 
     @property
@@ -91,7 +91,7 @@ class GrammarSource:
             a second for each 100 000 tokens.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._built: llguidance.LLTokenizer | None = None
@@ -137,7 +137,7 @@ class GrammarSource:
     def _tokenizer(self) -> llguidance.LLTokenizer:
         with self._lock:
             if self._built is None:
-                self._built = _Pieces(self._vocabulary).tokenizer
+                self._built = _TokenPieces(self._vocabulary).tokenizer
             return self._built
 
 
@@ -157,7 +157,7 @@ class Constraint:
     def __init__(
         self,
         matcher: llguidance.LLMatcher,
-        vocabulary: Vocabulary,
+        vocabulary: GrammarVocabulary,
         *,
         kind: GrammarKind,
         param: str,
@@ -235,13 +235,13 @@ class Constraint:
         )
 
 
-class _Pieces:
+class _TokenPieces:
     """The vocabulary in the words of `llguidance.TokenizerWrapper`.
 
     Calling it cuts a text that the grammar forces, so that the model sees it as it learnt it.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._encode = vocabulary.encode
         special = set(vocabulary.special_ids.values()) | set(vocabulary.eos_ids)
         self.tokens = [

@@ -30,7 +30,7 @@ _PENALTY: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adjust:
+class LogitBias:
     """What is added to logits before anything else, as OpenAI's API defines it.
 
     Args:
@@ -63,11 +63,11 @@ class Adjust:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Controls:
+class SamplingControls:
     """How one reply is steered; what is absent costs nothing.
 
     Args:
-        adjust: Added to the logits first.
+        logit_bias: Added to the logits first.
         constraint: The grammar of the reply. Whoever follows the text calls its `start`.
         greedy_now: Asked before each choice whether to take the best allowed token instead of a
             sampled one, without using a random number (docs/spec/server-and-cli.md 1.5).
@@ -76,14 +76,14 @@ class Controls:
         n_logprobs: Report log probabilities with that many alternatives; None reports none.
     """
 
-    adjust: Adjust | None = None
+    logit_bias: LogitBias | None = None
     constraint: Constraint | None = None
     greedy_now: Callable[[], bool] | None = None
     forced: Callable[[], Sequence[int]] | None = None
     n_logprobs: int | None = None
 
 
-class SteeredSampler:
+class SamplingController:
     """Chooses the tokens of one reply under controls; used by one thread at a time.
 
     Args:
@@ -91,10 +91,10 @@ class SteeredSampler:
         controls: Of this reply only, since a constraint remembers its text.
     """
 
-    def __init__(self, sampler: Sampler, controls: Controls) -> None:
+    def __init__(self, sampler: Sampler, controls: SamplingControls) -> None:
         self._sampler = sampler
         self._controls = controls
-        self._adjusted = None if controls.adjust is None else _Adjusted(controls.adjust)
+        self._adjusted = None if controls.logit_bias is None else _BiasedLogits(controls.logit_bias)
         self._forced: deque[int] = deque()
 
     def choose(self, logits: F32) -> Choice:
@@ -139,14 +139,14 @@ class SteeredSampler:
         return self._sampler.pick(logits)
 
 
-class _Adjusted:
-    """An `Adjust` and the tokens so far."""
+class _BiasedLogits:
+    """An `LogitBias` and the tokens so far."""
 
-    def __init__(self, adjust: Adjust) -> None:
-        self._ids = np.fromiter(adjust.bias, np.intp)
-        self._values = np.fromiter(adjust.bias.values(), np.float32)
-        self._presence = np.float32(adjust.presence_penalty)
-        self._frequency = np.float32(adjust.frequency_penalty)
+    def __init__(self, logit_bias: LogitBias) -> None:
+        self._ids = np.fromiter(logit_bias.bias, np.intp)
+        self._values = np.fromiter(logit_bias.bias.values(), np.float32)
+        self._presence = np.float32(logit_bias.presence_penalty)
+        self._frequency = np.float32(logit_bias.frequency_penalty)
         self._seen: Counter[int] = Counter()
 
     def count(self, token: int) -> None:

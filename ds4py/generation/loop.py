@@ -73,11 +73,11 @@ class Finished:
     eos_id: int | None = None
 
 
-Step = Prefilled | Token | Finished
+GenerationStep = Prefilled | Token | Finished
 
 
 class Chooser(Protocol):
-    """Chooses tokens: a `sampling.Sampler`, or a `logits_processors.SteeredSampler` around one."""
+    """Chooses tokens: a `Sampler`, or a `logits_processors.SamplingController` around one."""
 
     def choose(self, logits: F32) -> Choice:
         """Return the next token for logits `f32[V]`, which are only read."""
@@ -92,7 +92,7 @@ def generate(
     max_tokens: int | None = None,
     progress: Progress | None = None,
     cancelled: Cancelled | None = None,
-) -> Generator[Step, None, None]:
+) -> Generator[GenerationStep, None, None]:
     """Yield one `Prefilled`, a `Token` per token of the reply, and one `Finished`.
 
     Nothing happens before the first event is asked for. Whoever has read enough closes the
@@ -140,7 +140,7 @@ def _reply(
     eos_ids: frozenset[int],
     budget: int,
     cancelled: Cancelled | None,
-) -> Generator[Step, None, None]:
+) -> Generator[GenerationStep, None, None]:
     seconds = _stopwatch()
     for n_tokens in range(budget):
         if cancelled is not None and cancelled():

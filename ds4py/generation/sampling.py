@@ -99,8 +99,8 @@ class Sampler:
             if ids.size == 0:
                 return greedy(logits)
             logits = logits[ids]
-        place = self._pick_finite(logits)
-        return place if ids is None else int(ids[place])
+        index = self._pick_finite(logits)
+        return index if ids is None else int(ids[index])
 
     def _pick_finite(self, logits: F32) -> int:
         """Return the place of the chosen one among finite logits."""
@@ -113,8 +113,8 @@ class Sampler:
         if self._top_p < 1:
             return self._pick_nucleus(logits, weights)
         kept = np.flatnonzero(weights >= self._min_p)
-        place = self._walk(weights[kept], fallback=-1)
-        return best if place < 0 else int(kept[place])
+        index = self._walk(weights[kept], fallback=-1)
+        return best if index < 0 else int(kept[index])
 
     def _pick_nucleus(self, logits: F32, weights: F32) -> int:
         """Choose by top_p over the whole vocabulary, ranking no more of it than is needed."""

@@ -103,7 +103,7 @@ def parse_gguf(buffer: memoryview) -> ParsedGguf:
     Raises:
         GgufError: Not a GGUF file, an unreadable version, damaged, or cut off; says which.
     """
-    reader = _Reader(buffer)
+    reader = _BufferReader(buffer)
     version = _check_head(reader)
     n_tensors = reader.u64("the number of tensors")
     n_keys = reader.u64("the number of metadata keys")
@@ -122,7 +122,7 @@ def parse_gguf(buffer: memoryview) -> ParsedGguf:
     return ParsedGguf(version, metadata, tensors, data_offset)
 
 
-class _Reader:
+class _BufferReader:
     """A position in the file that never moves past its end; `subject` is what is being read."""
 
     def __init__(self, buffer: memoryview):
@@ -181,7 +181,7 @@ class _Reader:
         return strings
 
 
-def _check_head(reader: _Reader) -> int:
+def _check_head(reader: _BufferReader) -> int:
     magic = bytes(reader.buffer[: len(kinds.MAGIC)])
     if magic != kinds.MAGIC:
         raise GgufError(foreign.describe(bytes(reader.buffer[: foreign.HEAD_BYTES])))
@@ -198,7 +198,9 @@ def _check_head(reader: _Reader) -> int:
     return version
 
 
-def _check_count(reader: _Reader, count: int, limit: int, least_bytes: int, what: str) -> None:
+def _check_count(
+    reader: _BufferReader, count: int, limit: int, least_bytes: int, what: str
+) -> None:
     if count > limit:
         reader.fail(f"the file claims {count} {what}, expected at most {limit}; it is damaged")
     end = reader.position + count * least_bytes
@@ -206,7 +208,7 @@ def _check_count(reader: _Reader, count: int, limit: int, least_bytes: int, what
         reader.cut_off(end, f"the list of {count} {what}")
 
 
-def _read_entry(reader: _Reader, index: int, count: int) -> tuple[str, MetaValue]:
+def _read_entry(reader: _BufferReader, index: int, count: int) -> tuple[str, MetaValue]:
     reader.subject = f"the metadata (key {index + 1} of {count})"
     key = reader.text("the key", MAX_NAME_BYTES)
     reader.subject = f"metadata key {shown(key)}"
@@ -218,7 +220,7 @@ def _read_entry(reader: _Reader, index: int, count: int) -> tuple[str, MetaValue
     return key, _read_array(reader, kind, length)
 
 
-def _read_scalar(reader: _Reader, kind: int) -> MetaValue:
+def _read_scalar(reader: _BufferReader, kind: int) -> MetaValue:
     if kind == kinds.KIND_STRING:
         return reader.text("the text", MAX_STRING_BYTES)
     if kind == kinds.KIND_BOOL:
@@ -232,7 +234,7 @@ def _read_scalar(reader: _Reader, kind: int) -> MetaValue:
     return item
 
 
-def _read_array(reader: _Reader, kind: int, length: int) -> MetaValue:
+def _read_array(reader: _BufferReader, kind: int, length: int) -> MetaValue:
     least = 8 if kind == kinds.KIND_STRING else 1
     if length > MAX_ARRAY_ITEMS:
         reader.fail(
@@ -254,7 +256,7 @@ def _read_array(reader: _Reader, kind: int, length: int) -> MetaValue:
     return values
 
 
-def _numeric(reader: _Reader, kind: int) -> np.dtype[np.generic]:
+def _numeric(reader: _BufferReader, kind: int) -> np.dtype[np.generic]:
     dtype = kinds.NUMERIC_KINDS.get(kind)
     if dtype is None:
         found = "an array inside an array" if kind == kinds.KIND_ARRAY else f"value type {kind}"
@@ -262,7 +264,7 @@ def _numeric(reader: _Reader, kind: int) -> np.dtype[np.generic]:
     return dtype
 
 
-def _alignment(reader: _Reader, metadata: dict[str, MetaValue]) -> int:
+def _alignment(reader: _BufferReader, metadata: dict[str, MetaValue]) -> int:
     value = metadata.get(kinds.ALIGNMENT_KEY, kinds.DEFAULT_ALIGNMENT)
     # A power of two shares no bit with its predecessor.
     if type(value) is int and 1 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0:
@@ -272,7 +274,7 @@ def _alignment(reader: _Reader, metadata: dict[str, MetaValue]) -> int:
     )
 
 
-def _read_tensor(reader: _Reader, index: int, count: int) -> TensorInfo:
+def _read_tensor(reader: _BufferReader, index: int, count: int) -> TensorInfo:
     """Read one entry; its offset is still relative to the data section, its size unknown."""
     reader.subject = f"the tensor directory (entry {index + 1} of {count})"
     name = reader.text("the name", MAX_NAME_BYTES)
@@ -291,7 +293,7 @@ def _read_tensor(reader: _Reader, index: int, count: int) -> TensorInfo:
     return TensorInfo(name, type_id, dims, offset, size)
 
 
-def _tensor_size(reader: _Reader, name: str, type_id: int, dims: tuple[int, ...]) -> int:
+def _tensor_size(reader: _BufferReader, name: str, type_id: int, dims: tuple[int, ...]) -> int:
     if 0 in dims:
         reader.fail(f"tensor {shown(name)}: got dimensions {list(dims)}, expected none of 0")
     if not kinds.is_known(type_id):

@@ -17,7 +17,7 @@ from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.metadata import Metadata
 from ds4py.gguf.parse import TensorInfo
-from ds4py.layer_range import LayerSpan, balanced_cuts
+from ds4py.layer_range import LayerRange, balanced_cuts
 
 MAX_LAYERS: Final = 1024
 EMBEDDING: Final = "token_embd.weight"
@@ -72,14 +72,14 @@ class ModelSummary:
     n_tensors: int
     missing_shards: tuple[str, ...]
 
-    def span_bytes(self, span: LayerSpan) -> int:
+    def range_bytes(self, layers: LayerRange) -> int:
         """Return the weights that a machine with this slice holds."""
-        ends = (self.embedding_bytes if span.start == 0 else 0) + (
-            self.head_bytes if span.has_output else 0
+        ends = (self.embedding_bytes if layers.start == 0 else 0) + (
+            self.head_bytes if layers.has_output else 0
         )
-        if span.start == 0 and span.has_output and self.tied:
+        if layers.start == 0 and layers.has_output and self.tied:
             ends -= self.embedding_bytes  # one copy serves both ends
-        return sum(self.layer_bytes[layer] for layer in span.layers) + ends
+        return sum(self.layer_bytes[layer] for layer in layers.indices) + ends
 
 
 def summarize(file: GgufFile) -> ModelSummary:
@@ -122,7 +122,7 @@ def summarize(file: GgufFile) -> ModelSummary:
     )
 
 
-def suggest_cuts(summary: ModelSummary, n_machines: int) -> list[LayerSpan]:
+def suggest_cuts(summary: ModelSummary, n_machines: int) -> list[LayerRange]:
     """Cut a model so that the machine with the most weights has as few as possible.
 
     Args:

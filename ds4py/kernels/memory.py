@@ -2,7 +2,7 @@
 
 Owns: the checks that an address is worth taking, and holding on to the memory behind it. Refuses to
 know: kernels. Invariant: behind an address that leaves this module lies memory of the stated type
-and shape, without gaps, on the stated device, for as long as its `Buffer` lives.
+and shape, without gaps, on the stated device, for as long as its `KernelBuffer` lives.
 
 A kernel sees an address and sizes, nothing else: a column slice, a transpose or another type would
 be read as something that it is not. So nothing else in ds4py asks a tensor for its address
@@ -25,7 +25,7 @@ ALIGNMENT: Final = 16
 _CPU: Final = torch.device("cpu")
 
 
-class Buffer:
+class KernelBuffer:
     """Contiguous memory that compiled code may read and write; a view of a tensor, never a copy.
 
     Args:
@@ -61,7 +61,7 @@ class Buffer:
         self.row_bytes = tensor.stride(0) * tensor.itemsize if self.shape else 0
 
     @classmethod
-    def empty(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Buffer:
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> KernelBuffer:
         """Return new memory of the process with arbitrary content."""
         return cls(torch.empty(tuple(shape), dtype=dtype), dtype, "new memory")
 
@@ -83,9 +83,9 @@ class Buffer:
                 expected=f"{dtype} of shape {shape}",
             )
 
-    def rows(self, start: int, end: int) -> Buffer:
+    def rows(self, start: int, end: int) -> KernelBuffer:
         """Return some items of the first axis; shares the memory."""
-        return Buffer(self.tensor[start:end], self.dtype, "rows", self.tensor.device)
+        return KernelBuffer(self.tensor[start:end], self.dtype, "rows", self.tensor.device)
 
 
 def check_launch(
@@ -138,7 +138,7 @@ def cache_address(tensor: torch.Tensor) -> int:
     Raises:
         KernelError: Its elements do not lie side by side, or it begins between two loads.
     """
-    address = Buffer(tensor, tensor.dtype, "cache", tensor.device).address
+    address = KernelBuffer(tensor, tensor.dtype, "cache", tensor.device).address
     if address % ALIGNMENT:
         raise KernelError(
             "cache", got=f"address {address:#x}", expected=f"a multiple of {ALIGNMENT}"

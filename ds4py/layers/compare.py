@@ -14,9 +14,9 @@ from torch.nn.functional import silu
 from ds4py.kernels.cpu import fused, sinkhorn
 from ds4py.kernels.cpu.activations import CHUNK, Quantized
 from ds4py.kernels.cpu.trust import ROWS, TRUST, Comparison, relative_error
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.layers.attention import attend_one
-from ds4py.layers.fused_layer import place_in
+from ds4py.layers.fused_layer import position_in
 from ds4py.layers.kv_cache import KvForm, KvRows
 from ds4py.layers.norm import RmsNorm
 
@@ -36,7 +36,7 @@ _CACHE_LIMIT: Final = {
 otherwise, by a last bit of its type."""
 
 
-def trusts_steps(heads: fused.Heads, cache_type: torch.dtype) -> bool:
+def trusts_steps(heads: fused.AttentionHeads, cache_type: torch.dtype) -> bool:
     """Say whether this processor runs a model's fused steps as torch's operations."""
     return (
         TRUST.in_kernel(NORM, compare_norm)
@@ -47,7 +47,7 @@ def trusts_steps(heads: fused.Heads, cache_type: torch.dtype) -> bool:
     )
 
 
-def attention_name(heads: fused.Heads, cache_type: torch.dtype) -> str:
+def attention_name(heads: fused.AttentionHeads, cache_type: torch.dtype) -> str:
     """Return how verdicts call an attention."""
     return (
         f"attention of {heads.n_groups}x{heads.per_group} heads of {heads.width}, "
@@ -66,7 +66,7 @@ def compare_norm() -> Comparison:
     errors = []
     for n_rows in ROWS:
         x, out = _normal(n_rows, _WIDTH), Quantized(n_rows, _WIDTH)
-        fused.FusedNorm(weight, 1e-5)(Buffer(x, torch.float32, "rows"), out)
+        fused.FusedNorm(weight, 1e-5)(KernelBuffer(x, torch.float32, "rows"), out)
         errors.append(relative_error(_values(out), RmsNorm(weight, 1e-5, torch.float32)(x)))
     return _worst(errors, _LIMIT)
 
@@ -76,27 +76,29 @@ def compare_gate() -> Comparison:
     errors = []
     for n_rows in ROWS:
         x, out = 3 * _normal(n_rows, 2 * _WIDTH), Quantized(n_rows, _WIDTH)
-        fused.gate(Buffer(x, torch.float32, "gates"), out)
+        fused.gate(KernelBuffer(x, torch.float32, "gates"), out)
         gate, up = x.chunk(2, 1)
         errors.append(relative_error(_values(out), silu(gate) * up))
     return _worst(errors, _LIMIT)
 
 
-def compare_attention(heads: fused.Heads, cache_type: torch.dtype) -> Comparison:
+def compare_attention(heads: fused.AttentionHeads, cache_type: torch.dtype) -> Comparison:
     """Compare the attention of one token of each of some sessions."""
     errors = []
     turns = torch.polar(torch.ones(heads.n_rotated // 2), _normal(heads.n_rotated // 2, seed=2))
     for n_rows in ROWS:
         n_values = (heads.n_groups * (heads.per_group + 2)) * heads.width
-        qkv, out = _normal(n_rows, n_values, seed=3), Buffer.empty((n_rows, heads.n_queries))
+        qkv, out = _normal(n_rows, n_values, seed=3), KernelBuffer.empty((n_rows, heads.n_queries))
         expected = []
-        given = Buffer(qkv.clone(), torch.float32, "queries, keys, values")
+        given = KernelBuffer(qkv.clone(), torch.float32, "queries, keys, values")
         for row in range(n_rows):
             rows = _history(heads, cache_type, seed=row)
             expected.append(_attended(heads, qkv[row], turns, rows))
             rows = _history(heads, cache_type, seed=row)
-            place = place_in(rows, _POSITION, Buffer(turns, torch.complex64, "rotation"))
-            fused.attend(heads, given, row, place, out)
+            position = position_in(
+                rows, _POSITION, KernelBuffer(turns, torch.complex64, "rotation")
+            )
+            fused.attend(heads, given, row, position, out)
         errors.append(relative_error(out.tensor, torch.cat(expected)))
     return _worst(errors, _CACHE_LIMIT[cache_type])
 
@@ -117,7 +119,7 @@ def compare_sinkhorn() -> Comparison:
 
 
 def _attended(
-    heads: fused.Heads, qkv: torch.Tensor, turns: torch.Tensor, rows: KvRows
+    heads: fused.AttentionHeads, qkv: torch.Tensor, turns: torch.Tensor, rows: KvRows
 ) -> torch.Tensor:
     """Return `[1, H * D]` by torch's operations; writes the token's row."""
     n_queries = heads.n_groups * heads.per_group
@@ -130,7 +132,7 @@ def _attended(
     return attend_one(q, rows.read(_POSITION + 1, torch.float32), _POSITION + 1)
 
 
-def _history(heads: fused.Heads, cache_type: torch.dtype, seed: int) -> KvRows:
+def _history(heads: fused.AttentionHeads, cache_type: torch.dtype, seed: int) -> KvRows:
     """Return a cache with rows up to the token's."""
     planes = 2 * heads.n_groups
     form = KvForm((planes, _POSITION + 3, heads.width), cache_type)

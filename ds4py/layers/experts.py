@@ -42,7 +42,7 @@ _DEVICE_PIECE_VALUES: Final = 1 << 26
 _FEW_ROWS: Final = 3
 """Rows of one expert for which the CPU multiplies float32 faster than it rounds to bfloat16."""
 
-Product = Callable[[torch.Tensor, "ExpertGroups", QuantTensor, torch.dtype], torch.Tensor]
+GroupedProduct = Callable[[torch.Tensor, "ExpertGroups", QuantTensor, torch.dtype], torch.Tensor]
 """Rows `[M, K]`, their groups, the matrices `[X, N, K]`, precision -> float32 `[M, N]`."""
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
@@ -105,7 +105,7 @@ def choose(
     n_experts: int,
     *,
     has_kernel: bool = False,
-) -> Product:
+) -> GroupedProduct:
     """Return the product that suits; see the module's table.
 
     Args:

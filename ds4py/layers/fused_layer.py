@@ -14,28 +14,28 @@ import torch
 
 from ds4py.kernels.cpu import fused
 from ds4py.kernels.cpu.activations import Quantized, quantize
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.layers.kv_cache import KvRows
 from ds4py.layers.linear import PackedLinear
 
 
-def place_in(rows: KvRows, position: int, rotation: Buffer) -> fused.CachePlace:
+def position_in(rows: KvRows, position: int, rotation: KernelBuffer) -> fused.CachedPosition:
     """Return where a session's token is in one layer.
 
     Raises:
         KernelError: The cache is not contiguous memory of the process.
     """
     scales = rows.scales
-    return fused.CachePlace(
-        Buffer(rows.values, rows.values.dtype, "cache"),
-        None if scales is None else Buffer(scales, torch.float32, "scales of a cache"),
+    return fused.CachedPosition(
+        KernelBuffer(rows.values, rows.values.dtype, "cache"),
+        None if scales is None else KernelBuffer(scales, torch.float32, "scales of a cache"),
         position,
         rotation,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Products:
+class LayerLinears:
     """The matrices of a layer.
 
     Args:
@@ -64,17 +64,17 @@ class Scratch:
         n_rows: Rows of the batch.
         width: Of the model.
         heads: Of the attention.
-        products: Of any layer; all have the same sizes.
+        linears: Of any layer; all have the same sizes.
     """
 
-    def __init__(self, n_rows: int, width: int, heads: fused.Heads, products: Products):
+    def __init__(self, n_rows: int, width: int, heads: fused.AttentionHeads, linears: LayerLinears):
         attended = heads.n_queries
-        n_gates = products.gate_up.n_rows // 2
+        n_gates = linears.gate_up.n_rows // 2
         self.normed = Quantized(n_rows, width)
-        self.qkv = Buffer.empty((n_rows, products.qkv.n_rows))
-        self.attended = Buffer.empty((n_rows, attended))
+        self.qkv = KernelBuffer.empty((n_rows, linears.qkv.n_rows))
+        self.attended = KernelBuffer.empty((n_rows, attended))
         self.mixed = Quantized(n_rows, attended)
-        self.gate_up = Buffer.empty((n_rows, 2 * n_gates))
+        self.gate_up = KernelBuffer.empty((n_rows, 2 * n_gates))
         self.gated = Quantized(n_rows, n_gates)
 
 
@@ -84,18 +84,18 @@ class FusedLayer:
     Args:
         heads: Of the attention.
         norms: Before attention and before the gates.
-        products: All packed.
+        linears: All packed.
     """
 
     def __init__(
         self,
-        heads: fused.Heads,
+        heads: fused.AttentionHeads,
         norms: tuple[fused.FusedNorm, fused.FusedNorm],
-        products: Products,
+        linears: LayerLinears,
     ):
         self.heads = heads
         self._attn_norm, self._ffn_norm = norms
-        self._products = products
+        self._linears = linears
 
     def prepare(self, cache_type: torch.dtype) -> None:
         """Compile what a step runs, so that no token waits for that."""
@@ -104,17 +104,19 @@ class FusedLayer:
 
     def scratch(self, n_rows: int, width: int) -> Scratch:
         """Return memory for a batch."""
-        return Scratch(n_rows, width, self.heads, self._products)
+        return Scratch(n_rows, width, self.heads, self._linears)
 
-    def __call__(self, x: Buffer, places: Sequence[fused.CachePlace], s: Scratch) -> None:
+    def __call__(
+        self, x: KernelBuffer, positions: Sequence[fused.CachedPosition], s: Scratch
+    ) -> None:
         """Update float32 `[T, W]` and the sessions' caches in place."""
-        products = self._products
+        linears = self._linears
         self._attn_norm(x, s.normed)
-        products.qkv.multiply(s.normed, s.qkv)
-        for row, place in enumerate(places):
-            fused.attend(self.heads, s.qkv, row, place, s.attended)
-        products.output.multiply(quantize(s.attended, s.mixed), x, add=True)
+        linears.qkv.multiply(s.normed, s.qkv)
+        for row, position in enumerate(positions):
+            fused.attend(self.heads, s.qkv, row, position, s.attended)
+        linears.output.multiply(quantize(s.attended, s.mixed), x, add=True)
         self._ffn_norm(x, s.normed)
-        products.gate_up.multiply(s.normed, s.gate_up)
+        linears.gate_up.multiply(s.normed, s.gate_up)
         fused.gate(s.gate_up, s.gated)
-        products.down.multiply(s.gated, x, add=True)
+        linears.down.multiply(s.gated, x, add=True)

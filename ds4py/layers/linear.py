@@ -29,7 +29,7 @@ from ds4py.kernels import cuda
 from ds4py.kernels.cpu import linear as cpu
 from ds4py.kernels.cpu.activations import Quantized
 from ds4py.kernels.cpu.compare import trusts_products
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.quant.plain import NATIVE
 from ds4py.quant.tensor import QuantTensor
 
@@ -126,7 +126,7 @@ class PackedLinear:
         """Whether `multiply` can run."""
         return all(isinstance(product, cpu.BlockWeights) for product in self._products)
 
-    def multiply(self, x: Quantized, y: Buffer, *, add: bool = False) -> None:
+    def multiply(self, x: Quantized, y: KernelBuffer, *, add: bool = False) -> None:
         """Multiply rounded activations, on the CPU (only if `is_packed`).
 
         Args:

@@ -16,7 +16,7 @@ import torch
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
 from ds4py.kernels.cache import Cache, CacheTensor, Segment
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.layers.linear import KeepBudget
 from ds4py.quant.tensor import QuantTensor
 
@@ -87,7 +87,7 @@ class SavedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class DeviceSpec:
     """Where and how a slice computes.
 
     Args:
@@ -144,12 +144,12 @@ class Shape(Protocol):
         """Return the text whose checksum identifies models that compute alike."""
 
     def tensor_needs(
-        self, span: LayerSpan, may_have: Callable[[str], bool], *, head: bool
+        self, layers: LayerRange, may_have: Callable[[str], bool], *, head: bool
     ) -> Mapping[str, TensorNeed]:
         """Name the tensors of a slice.
 
         Args:
-            span: The layers.
+            layers: The layers.
             may_have: Whether a tensor is in the file, or could be in a missing part of it; decides
                 whether head and embedding are tied.
             head: Whether final norm and output head are wanted.
@@ -207,7 +207,7 @@ class BuildSlice(Protocol):
     """`Slice.load` of an architecture."""
 
     def __call__(
-        self, shape: Shape, span: LayerSpan, take: Take, place: Placement, *, head: bool
+        self, shape: Shape, layers: LayerRange, take: Take, spec: DeviceSpec, *, head: bool
     ) -> Slice:
         """Build a slice; `take` answers for every name of `shape.tensor_needs`."""
 
@@ -219,7 +219,7 @@ class Architecture:
     Args:
         read_shape: `Shape.from_metadata`; raises `ModelError` with key, got, expected.
         build_slice: `Slice.load`.
-        kv_is_free: The module's `KV_IS_FREE`: whether slices take any `Placement.kv_dtype`; False
+        kv_is_free: The module's `KV_IS_FREE`: whether slices take any `DeviceSpec.kv_dtype`; False
             if it has none.
     """
 

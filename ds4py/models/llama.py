@@ -19,19 +19,19 @@ from torch.nn.functional import silu
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
 from ds4py.kernels.cache import Cache, CacheTensor, Segment
-from ds4py.kernels.cpu.fused import FusedNorm, Heads
+from ds4py.kernels.cpu.fused import AttentionHeads, FusedNorm
 from ds4py.kernels.cuda.decode_step import DecodeStep
-from ds4py.kernels.memory import Buffer
-from ds4py.layer_range import LayerSpan
+from ds4py.kernels.memory import KernelBuffer
+from ds4py.layer_range import LayerRange
 from ds4py.layers.attention import attend_many, attend_one
 from ds4py.layers.compare import trusts_steps
-from ds4py.layers.fused_layer import FusedLayer, Products, Scratch, place_in
+from ds4py.layers.fused_layer import FusedLayer, LayerLinears, Scratch, position_in
 from ds4py.layers.kv_cache import KvForm, KvRows
 from ds4py.layers.linear import PackedLinear
 from ds4py.layers.lm_head import OutputHead
 from ds4py.layers.norm import RmsNorm
 from ds4py.layers.rope import Rope, RopeParams
-from ds4py.models.base import Identity, Placement, SavedRows, Take, TensorNeed, positive
+from ds4py.models.base import DeviceSpec, Identity, SavedRows, Take, TensorNeed, positive
 from ds4py.quant.tensor import QuantTensor
 
 _EMBEDDING: Final = "token_embd.weight"
@@ -123,17 +123,17 @@ class Shape:
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
     def tensor_needs(
-        self, span: LayerSpan, may_have: Callable[[str], bool], *, head: bool
+        self, layers: LayerRange, may_have: Callable[[str], bool], *, head: bool
     ) -> Mapping[str, TensorNeed]:
         """Name the tensors of a slice; see `models.base.Shape`."""
         needs = {_ROPE_FACTORS: TensorNeed((self.rope.n_dims // 2,), optional=True)}
-        if span.start == 0:
+        if layers.start == 0:
             needs[_EMBEDDING] = TensorNeed((self.n_vocab, self.n_embd))
         if head:
             needs[_NORM] = TensorNeed((self.n_embd,))
             name = _HEAD if may_have(_HEAD) else _EMBEDDING
             needs[name] = TensorNeed((self.n_vocab, self.n_embd))
-        for layer in span.layers:
+        for layer in layers.indices:
             needs |= self._layer_needs(f"blk.{layer}.")
         return needs
 
@@ -195,13 +195,13 @@ def _head_width(metadata: Metadata, prefix: str, n_embd: int, n_head: int) -> in
 class _Weights:
     """Turns tensors by name into the parts of a slice."""
 
-    def __init__(self, take: Take, place: Placement):
+    def __init__(self, take: Take, spec: DeviceSpec):
         self._take = take
-        self._place = place
+        self._spec = spec
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._place.dtype
+        return self._spec.dtype
 
     def tensor(self, name: str) -> QuantTensor:
         tensor = self._take(name)
@@ -223,8 +223,8 @@ class _Weights:
     def packed(
         self, tensors: Sequence[QuantTensor], bias: torch.Tensor | None = None
     ) -> PackedLinear:
-        place = self._place
-        return PackedLinear(tensors, dtype=place.dtype, bias=bias, budget=place.budget)
+        spec = self._spec
+        return PackedLinear(tensors, dtype=spec.dtype, bias=bias, budget=spec.budget)
 
 
 def _joined(
@@ -256,7 +256,7 @@ class _Layer:
         self._attn_norm, self._ffn_norm = (
             RmsNorm(norm, shape.norm_eps, weights.dtype) for norm in norms
         )
-        self._products = Products(
+        self._linears = LayerLinears(
             qkv=weights.linear(blk, "attn_q", "attn_k", "attn_v"),
             output=weights.linear(blk, "attn_output"),
             gate_up=weights.linear(blk, "ffn_gate", "ffn_up"),
@@ -266,23 +266,23 @@ class _Layer:
 
     def _fused(self, shape: Shape, norms: Sequence[torch.Tensor]) -> FusedLayer | None:
         """Return the fast path for few rows, if these weights have one."""
-        heads = Heads(*self._heads, shape.rope.n_dims)
-        if not (self._products.are_packed and heads.fits):
+        heads = AttentionHeads(*self._heads, shape.rope.n_dims)
+        if not (self._linears.are_packed and heads.fits):
             return None
         attn, ffn = (FusedNorm(norm, shape.norm_eps) for norm in norms)
-        return FusedLayer(heads, (attn, ffn), self._products)
+        return FusedLayer(heads, (attn, ffn), self._linears)
 
     def __call__(
         self, x: torch.Tensor, rope: Rope, rotation: torch.Tensor, segments: Sequence[_Segment]
     ) -> None:
         """Update float32 `[T, W]` and the sessions' caches in place."""
-        products = self._products
-        qkv = products.qkv(self._attn_norm(x)).float()
+        linears = self._linears
+        qkv = linears.qkv(self._attn_norm(x)).float()
         heads = qkv.view(x.shape[0], -1, self._heads[2])
         rope.rotate_(heads[:, : self._n_rotated], rotation)
-        x.add_(products.output(self._attend(qkv, heads, segments)))
-        gate, up = products.gate_up(self._ffn_norm(x)).chunk(2, 1)
-        x.add_(products.down(silu(gate).mul_(up)))
+        x.add_(linears.output(self._attend(qkv, heads, segments)))
+        gate, up = linears.gate_up(self._ffn_norm(x)).chunk(2, 1)
+        x.add_(linears.down(silu(gate).mul_(up)))
 
     def decode(
         self,
@@ -297,14 +297,14 @@ class _Layer:
         from ds4py.kernels.cuda.decode_attention import attend_sessions  # noqa: PLC0415
         from ds4py.kernels.cuda.rope_store import rotate_and_store  # noqa: PLC0415
 
-        products = self._products
-        qkv = products.qkv(self._attn_norm(x)).float()
+        linears = self._linears
+        qkv = linears.qkv(self._attn_norm(x)).float()
         rotate_and_store(qkv, rope.table, addresses, step.positions, form)
         q = qkv[:, : self._q_width].view(-1, *self._heads)
         attended = attend_sessions(q, addresses, step.positions, form)
-        x.add_(products.output(attended.to(self._dtype)))
-        gate, up = products.gate_up(self._ffn_norm(x)).chunk(2, 1)
-        x.add_(products.down(silu(gate).mul_(up)))
+        x.add_(linears.output(attended.to(self._dtype)))
+        gate, up = linears.gate_up(self._ffn_norm(x)).chunk(2, 1)
+        x.add_(linears.down(silu(gate).mul_(up)))
 
     def _attend(
         self, qkv: torch.Tensor, heads: torch.Tensor, segments: Sequence[_Segment]
@@ -362,23 +362,23 @@ class Slice:
 
     @classmethod
     def load(
-        cls, shape: Shape, span: LayerSpan, take: Take, place: Placement, *, head: bool
+        cls, shape: Shape, layer_range: LayerRange, take: Take, spec: DeviceSpec, *, head: bool
     ) -> Slice:
         """Build a slice from checked tensors; see `models.base.BuildSlice`."""
-        weights = _Weights(take, place)
+        weights = _Weights(take, spec)
         factors = weights.vector(_ROPE_FACTORS)
-        rope = Rope(shape.rope, place.n_ctx, place.device, factors)
-        embedding = weights.linear("", "token_embd") if span.start == 0 else None
-        layers = [_Layer(shape, weights, f"blk.{layer}.") for layer in span.layers]
+        rope = Rope(shape.rope, spec.n_ctx, spec.device, factors)
+        embedding = weights.linear("", "token_embd") if layer_range.start == 0 else None
+        layers = [_Layer(shape, weights, f"blk.{layer}.") for layer in layer_range.indices]
         output = None
         if head:
             norm = RmsNorm(weights.dense(_NORM), shape.norm_eps, torch.float32)
             own = take(_HEAD)
             vocabulary = embedding if own is None else weights.packed([own])
             output = OutputHead(norm, vocabulary or weights.linear("", "token_embd"))
-        rows = (2 * shape.n_head_kv, place.n_ctx, shape.d_head)
-        kv = KvForm(rows, place.kv_dtype or place.dtype)
-        stepping = place.device.type == "cuda" and not kv.has_scales
+        rows = (2 * shape.n_head_kv, spec.n_ctx, shape.d_head)
+        kv = KvForm(rows, spec.kv_dtype or spec.dtype)
+        stepping = spec.device.type == "cuda" and not kv.has_scales
         return (SteppingSlice if stepping else cls)(
             kv, layers, rope, embedding=embedding, head=output
         )
@@ -419,16 +419,17 @@ class Slice:
     def _step(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Run the layers over one token of each session."""
         scratch = None
-        x = Buffer(hidden, torch.float32, "hidden states")
+        x = KernelBuffer(hidden, torch.float32, "hidden states")
         rotations = [
-            Buffer(self._rope.at(part.pos0, 1), torch.complex64, "rotation") for part in segments
+            KernelBuffer(self._rope.at(part.pos0, 1), torch.complex64, "rotation")
+            for part in segments
         ]
         caches = [self._kv.layers(part.cache) for part in segments]
         for layer, *own in zip(self._layers, *caches, strict=True):
             assert layer.fused is not None, "the caller has looked"
             scratch = scratch or self._scratch_for(layer.fused, hidden)
             places = [
-                place_in(kv, part.pos0, rotation)
+                position_in(kv, part.pos0, rotation)
                 for kv, part, rotation in zip(own, segments, rotations, strict=True)
             ]
             layer.fused(x, places, scratch)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ds4py import __version__
 from ds4py.config import CoordinatorConfig, WorkerConfig
-from ds4py.contracts import ModelCard, SliceRunner
-from ds4py.layer_range import LayerSpan
+from ds4py.contracts import ModelCard, ModelRunner
+from ds4py.layer_range import LayerRange
 from ds4py.wire.extensions import CANCEL, DROP, FORK, HOP_LOST, REWIND, PeerHello
 from ds4py.wire.messages import Hello
 
@@ -33,15 +33,15 @@ def build_id() -> str:
     return f"{checksum:08x}"
 
 
-def plain_hello(runner: SliceRunner, listen_port: int) -> Hello:
+def plain_hello(runner: ModelRunner, listen_port: int) -> Hello:
     """Return the HELLO of the stock protocol (docs/spec/wire-protocol.md 2.1)."""
-    card, span = runner.card, runner.span
+    card, layers = runner.card, runner.layers
     return Hello(
         model_id=card.model_id,
         quant_bits=card.quant_bits,
-        layer_start=span.start,
-        layer_end=span.end,
-        has_output=int(span.has_output),
+        layer_start=layers.start,
+        layer_end=layers.end,
+        has_output=int(layers.has_output),
         has_hidden=1,
         ctx_size=runner.n_ctx,
         n_layers=card.n_layers,
@@ -50,9 +50,9 @@ def plain_hello(runner: SliceRunner, listen_port: int) -> Hello:
     )
 
 
-def worker_hello(runner: SliceRunner, listen_port: int, config: WorkerConfig) -> PeerHello:
+def worker_hello(runner: ModelRunner, listen_port: int, config: WorkerConfig) -> PeerHello:
     """Return a worker's half of the extension handshake."""
-    card, span = runner.card, runner.span
+    card, layers = runner.card, runner.layers
     return PeerHello(
         role="worker",
         version=__version__,
@@ -63,9 +63,9 @@ def worker_hello(runner: SliceRunner, listen_port: int, config: WorkerConfig) ->
         n_layers=card.n_layers,
         quant_bits=card.quant_bits,
         ctx_size=runner.n_ctx,
-        layer_start=span.start,
-        layer_end=span.end,
-        has_output=span.has_output,
+        layer_start=layers.start,
+        layer_end=layers.end,
+        has_output=layers.has_output,
         has_hidden=True,
         listen_port=listen_port,
         weight_bytes=runner.weight_bytes,
@@ -75,7 +75,7 @@ def worker_hello(runner: SliceRunner, listen_port: int, config: WorkerConfig) ->
 
 
 def coordinator_hello(
-    card: ModelCard, n_ctx: int, own: LayerSpan | None, config: CoordinatorConfig
+    card: ModelCard, n_ctx: int, own: LayerRange | None, config: CoordinatorConfig
 ) -> PeerHello:
     """Return a coordinator's half of the extension handshake; `own` are its own layers, if any."""
     return PeerHello(

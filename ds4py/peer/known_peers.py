@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _MAX_KNOWN: Final = 256
 
 
-class Acquaintances:
+class PeerIdentityLog:
     """The ds4py peers that a process has met.
 
     Args:

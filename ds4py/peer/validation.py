@@ -18,12 +18,12 @@ from typing import Final, Literal, NamedTuple
 
 from ds4py.activations import WIDTHS, HiddenBatch
 from ds4py.errors import RemoteProtocolError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import MAX_U32, printable
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkHeader
 from ds4py.wire.prefix_hash import extend
-from ds4py.wire.route import RouteEntry, decode_route
+from ds4py.wire.route import HopEntry, decode_route
 from ds4py.wire.work_messages import ACK_ONLY, INPUT_HC, KNOWN_FLAGS, OUTPUT_LOGITS
 
 _MAX_TOKEN: Final = 2**31 - 1
@@ -60,7 +60,7 @@ class WorkerFacts:
     """What a WORK is compared with."""
 
     model_id: int
-    span: LayerSpan
+    layers: LayerRange
     n_layers: int
     n_ctx: int
     n_vocab: int
@@ -95,8 +95,8 @@ class AcceptedWork(NamedTuple):
     """
 
     work: Work
-    entry: RouteEntry
-    next_entry: RouteEntry | None
+    entry: HopEntry
+    next_entry: HopEntry | None
     wants_logits: bool
     ack_only: bool
     hidden: HiddenBatch | None
@@ -148,18 +148,18 @@ def _raise_first(faults: Faults) -> None:
 
 def _work_faults(work: Work, facts: WorkerFacts) -> Faults:
     """Rows 3 to 19."""
-    span, flags, n_tokens = facts.span, int(work.flags), len(work.tokens)
+    layers, flags, n_tokens = facts.layers, int(work.flags), len(work.tokens)
     if work.route_count == 0:
         yield "W-NOROUTE", "WORK frame is missing distributed route"
     if work.route_index >= work.route_count:
         yield "W-ROUTEIDX", "invalid distributed WORK route metadata"
     if work.model_id != facts.model_id:
         yield "W-MODEL", f"model id mismatch: work={work.model_id} worker={facts.model_id}"
-    if work.layer_start != span.start or work.layer_end != span.end:
+    if work.layer_start != layers.start or work.layer_end != layers.end:
         asked = f"{work.layer_start}:{work.layer_end}"
         yield (
             "W-LAYERS",
-            f"worker is assigned layers {span.start}:{span.end} but request asked for {asked}",
+            f"worker is assigned layers {layers.start}:{layers.end} but request asked for {asked}",
         )
     if flags & ~KNOWN_FLAGS:
         yield "W-FLAGS", "invalid distributed WORK flags"
@@ -182,7 +182,7 @@ def _flag_faults(work: Work, flags: int, facts: WorkerFacts) -> Faults:
         yield "W-INPUT0", "layer 0 WORK must not carry an input hidden-state"
     if not has_input and work.layer_start != 0:
         yield "W-NOINPUT", "nonzero layer WORK requires input hidden-state"
-    if flags & OUTPUT_LOGITS and not facts.span.has_output:
+    if flags & OUTPUT_LOGITS and not facts.layers.has_output:
         yield "W-NOHEAD", "worker was not assigned the output head"
     if flags & OUTPUT_LOGITS and work.layer_end + 1 != facts.n_layers:
         yield "W-NOTLAST", "WORK logits require the final layer"
@@ -202,7 +202,7 @@ def _input_faults(work: Work, flags: int, n_values: int) -> Faults:
         yield "W-STRAYHC", "WORK carries a hidden-state without announcing it"
 
 
-def _entry_faults(work: Work, entry: RouteEntry, next_entry: RouteEntry | None) -> Faults:
+def _entry_faults(work: Work, entry: HopEntry, next_entry: HopEntry | None) -> Faults:
     """Rows 21, 22, and 28: ds4 finds the last one only after its cache has advanced."""
     flags = int(work.flags)
     logits = bool(flags & OUTPUT_LOGITS)

@@ -29,7 +29,7 @@ from ds4py.snapshot.formats import (
 )
 from ds4py.snapshot.layout import CacheSizes, Capacities
 from ds4py.snapshot.mha_format import KV_KINDS, KvKind, PlainLayer, PlainShard, PlainSizes
-from ds4py.snapshot.session_state import Whole, join, split
+from ds4py.snapshot.session_state import SessionState, join, split
 
 __all__ = [
     "KV_KINDS",
@@ -41,8 +41,8 @@ __all__ = [
     "PlainSizes",
     "SavedShard",
     "SavedSizes",
+    "SessionState",
     "Shard",
-    "Whole",
     "join",
     "read_dsv4",
     "read_dsvl",

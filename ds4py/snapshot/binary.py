@@ -31,7 +31,7 @@ DAMAGED: Final = "the payload is damaged: save the session again"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class HeaderForm:
     """One kind of payload.
 
     Args:
@@ -85,7 +85,7 @@ class Header:
         words: Unsigned 32-bit values.
     """
 
-    form: Form
+    form: HeaderForm
     words: dict[str, int]
 
     def expect(self, field: str, value: int, advice: str) -> None:
@@ -106,7 +106,7 @@ class Header:
         )
 
 
-class Body:
+class PayloadBody:
     """What follows a header, taken from front to back.
 
     Args:
@@ -117,7 +117,7 @@ class Body:
         at: Where the next values are, in bytes from the front of the payload.
     """
 
-    def __init__(self, raw: memoryview, form: Form):
+    def __init__(self, raw: memoryview, form: HeaderForm):
         self._raw = raw
         self._form = form
         self.at = form.n_bytes

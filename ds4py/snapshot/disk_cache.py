@@ -32,7 +32,7 @@ from ds4py.snapshot.kvc import (
 )
 from ds4py.snapshot.kvc_files import (
     Folder,
-    Part,
+    PartFile,
     copied,
     count_use,
     locked,
@@ -300,7 +300,7 @@ class DiskCache:
         with locked(self._folder):
             if not self._make_room(n_bytes, key):
                 return False
-            part = Part(path, n_bytes)
+            part = PartFile(path, n_bytes)
         with part:
             part.write(pieces)
         self._troubled = False

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds4py.errors import SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot.binary import (
     DAMAGED,
     F32,
@@ -24,13 +24,13 @@ from ds4py.snapshot.binary import (
     OTHER_MODEL,
     U32_LE,
     WORD,
-    Body,
     Buffer,
+    PayloadBody,
     as_bytes,
 )
 from ds4py.snapshot.header import SHARD, WHOLE, capacities, check, shared_words
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES, CacheSizes, Capacities
-from ds4py.snapshot.session_state import Whole
+from ds4py.snapshot.session_state import SessionState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +39,7 @@ class Shard:
 
     Args:
         sizes: Of the whole model.
-        span: The layers; who owns the output head plays no part.
+        layer_range: The layers; who owns the output head plays no part.
         capacities: Of the engine that saved it.
         n_tokens: Evaluated tokens, at least 1.
         layers: Per layer the tensors named by `CacheSizes.shapes`; not owned.
@@ -49,18 +49,18 @@ class Shard:
     """
 
     sizes: CacheSizes
-    span: LayerSpan
+    layer_range: LayerRange
     capacities: Capacities
     n_tokens: int
     layers: Sequence[Sequence[F32]]
 
     def __post_init__(self) -> None:
-        if len(self.layers) != len(self.span):
+        if len(self.layers) != len(self.layer_range):
             raise SnapshotError(
-                f"saved layers {self.span}: tensors of {len(self.layers)} layers, "
-                f"expected {len(self.span)}"
+                f"saved layers {self.layer_range}: tensors of {len(self.layers)} layers, "
+                f"expected {len(self.layer_range)}"
             )
-        for layer, tensors in zip(self.span.layers, self.layers, strict=True):
+        for layer, tensors in zip(self.layer_range.indices, self.layers, strict=True):
             got = [tensor.shape for tensor in tensors]
             expected = self.sizes.shapes(layer, self.n_tokens)
             if got != expected:
@@ -82,7 +82,7 @@ class Shard:
         )
 
 
-def read_dsv4(raw: Buffer, sizes: CacheSizes, *, n_ctx: int) -> Whole[Shard]:
+def read_dsv4(raw: Buffer, sizes: CacheSizes, *, n_ctx: int) -> SessionState[Shard]:
     """Read a whole session.
 
     Args:
@@ -97,24 +97,24 @@ def read_dsv4(raw: Buffer, sizes: CacheSizes, *, n_ctx: int) -> Whole[Shard]:
     header = WHOLE.read(view)
     header.expect("vocab", sizes.n_vocab, OTHER_MODEL)
     n_tokens = check(header, sizes, n_ctx)
-    span, body = LayerSpan(0, sizes.n_layers - 1), Body(view, WHOLE)
-    body.expect(WORD * (n_tokens + sizes.n_vocab) + sizes.span_bytes(span, n_tokens))
-    return Whole(
+    layers, body = LayerRange(0, sizes.n_layers - 1), PayloadBody(view, WHOLE)
+    body.expect(WORD * (n_tokens + sizes.n_vocab) + sizes.range_bytes(layers, n_tokens))
+    return SessionState(
         tokens=body.take(U32_LE, n_tokens),
         logits=body.take(F32_LE, sizes.n_vocab),
-        cache=_read_layers(body, capacities(header), sizes, span, n_tokens),
+        cache=_read_layers(body, capacities(header), sizes, layers, n_tokens),
     )
 
 
 def read_dsvl(
-    raw: Buffer, sizes: CacheSizes, span: LayerSpan, *, n_ctx: int, n_tokens: int
+    raw: Buffer, sizes: CacheSizes, layers: LayerRange, *, n_ctx: int, n_tokens: int
 ) -> Shard:
     """Read some layers of a session.
 
     Args:
         raw: The payload; the result holds views into it.
         sizes: Of the whole model that is to continue the session.
-        span: The layers that it must hold.
+        layers: The layers that it must hold.
         n_ctx: Tokens that a session of it can hold.
         n_tokens: Tokens that it must stand for.
 
@@ -126,19 +126,19 @@ def read_dsvl(
     header = SHARD.read(view)
     check(header, sizes, n_ctx)
     header.expect("tokens", n_tokens, "it belongs to another session")
-    header.expect("first layer", span.start, f"ask for layers {span}")
-    header.expect("last layer", span.end, f"ask for layers {span}")
-    body = Body(view, SHARD)
-    body.expect(sizes.span_bytes(span, n_tokens))
-    return _read_layers(body, capacities(header), sizes, span, n_tokens)
+    header.expect("first layer", layers.start, f"ask for layers {layers}")
+    header.expect("last layer", layers.end, f"ask for layers {layers}")
+    body = PayloadBody(view, SHARD)
+    body.expect(sizes.range_bytes(layers, n_tokens))
+    return _read_layers(body, capacities(header), sizes, layers, n_tokens)
 
 
-def shard_bytes(sizes: CacheSizes, span: LayerSpan, n_tokens: int) -> int:
+def shard_bytes(sizes: CacheSizes, layers: LayerRange, n_tokens: int) -> int:
     """Return the bytes of a `DSVL` payload."""
-    return SHARD.n_bytes + sizes.span_bytes(span, n_tokens)
+    return SHARD.n_bytes + sizes.range_bytes(layers, n_tokens)
 
 
-def write_dsv4(whole: Whole[Shard]) -> list[memoryview]:
+def write_dsv4(whole: SessionState[Shard]) -> list[memoryview]:
     """Return the pieces of a `DSV4` payload: views into the session's own tensors."""
     cache = whole.cache
     words = shared_words(cache.sizes, cache.capacities, cache.n_tokens)
@@ -150,41 +150,43 @@ def write_dsv4(whole: Whole[Shard]) -> list[memoryview]:
 def write_dsvl(shard: Shard) -> list[memoryview]:
     """Return the pieces of a `DSVL` payload: views into the shard's own tensors."""
     words = shared_words(shard.sizes, shard.capacities, shard.n_tokens)
-    header = SHARD.write(*words, shard.span.start, shard.span.end, len(shard.layers[0][0]))
+    header = SHARD.write(
+        *words, shard.layer_range.start, shard.layer_range.end, len(shard.layers[0][0])
+    )
     return [memoryview(header), *_write_layers(shard)]
 
 
 def _read_layers(
-    body: Body, caps: Capacities, sizes: CacheSizes, span: LayerSpan, n_tokens: int
+    body: PayloadBody, caps: Capacities, sizes: CacheSizes, layers: LayerRange, n_tokens: int
 ) -> Shard:
-    _check_counts(body, sizes, span, n_tokens)
+    _check_counts(body, sizes, layers, n_tokens)
     return Shard(
         sizes=sizes,
-        span=span,
+        layer_range=layers,
         capacities=caps,
         n_tokens=n_tokens,
-        layers=[_read_layer(body, sizes.shapes(layer, n_tokens)) for layer in span.layers],
+        layers=[_read_layer(body, sizes.shapes(layer, n_tokens)) for layer in layers.indices],
     )
 
 
-def _check_counts(body: Body, sizes: CacheSizes, span: LayerSpan, n_tokens: int) -> None:
-    for kind, expected in zip(("compressed", "index"), sizes.counts(span, n_tokens), strict=True):
+def _check_counts(body: PayloadBody, sizes: CacheSizes, layers: LayerRange, n_tokens: int) -> None:
+    for kind, expected in zip(("compressed", "index"), sizes.counts(layers, n_tokens), strict=True):
         start = body.at
-        counts = body.take(U32_LE, len(span)).tolist()
-        for place, (got, want) in enumerate(zip(counts, expected, strict=True)):
+        counts = body.take(U32_LE, len(layers)).tolist()
+        for index, (got, want) in enumerate(zip(counts, expected, strict=True)):
             if got != want:
                 raise SnapshotError(
-                    f"{kind} rows of layer {span.start + place}: got {got}, expected {want} "
+                    f"{kind} rows of layer {layers.start + index}: got {got}, expected {want} "
                     f"after {n_tokens} tokens; {DAMAGED}",
-                    offset=start + place * WORD,
+                    offset=start + index * WORD,
                 )
 
 
-def _read_layer(body: Body, shapes: Sequence[tuple[int, int]]) -> list[F32]:
+def _read_layer(body: PayloadBody, shapes: Sequence[tuple[int, int]]) -> list[F32]:
     tensors = [body.take(F32_LE, *shape) for shape in shapes]
-    for place in SCORES:
-        if place < len(tensors):
-            tensors[place] = _finite(tensors[place])
+    for index in SCORES:
+        if index < len(tensors):
+            tensors[index] = _finite(tensors[index])
     return tensors
 
 
@@ -195,6 +197,6 @@ def _finite(scores: F32) -> F32:
 
 
 def _write_layers(shard: Shard) -> list[memoryview]:
-    counts = np.array(shard.sizes.counts(shard.span, shard.n_tokens), U32_LE)
+    counts = np.array(shard.sizes.counts(shard.layer_range, shard.n_tokens), U32_LE)
     tensors = [as_bytes(tensor, F32_LE) for layer in shard.layers for tensor in layer]
     return [as_bytes(counts, U32_LE), *tensors]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot.binary import Buffer
 from ds4py.snapshot.ds4_format import (
     Shard,
@@ -27,7 +27,7 @@ from ds4py.snapshot.mha_format import (
     write_dpkl,
     write_dpkv,
 )
-from ds4py.snapshot.session_state import Whole
+from ds4py.snapshot.session_state import SessionState
 
 SavedSizes = CacheSizes | PlainSizes
 """What the payloads of a model depend on."""
@@ -36,14 +36,14 @@ SavedShard = Shard | PlainShard
 """The cache of some layers of a session."""
 
 
-def shard_sizes(sizes: SavedSizes, span: LayerSpan, n_tokens: int) -> list[int]:
+def shard_sizes(sizes: SavedSizes, layers: LayerRange, n_tokens: int) -> list[int]:
     """Return the bytes that a stage's shard may have, in ascending order; never empty."""
     if isinstance(sizes, CacheSizes):
-        return [shard_bytes(sizes, span, n_tokens)]
-    return sizes.shard_sizes(span, n_tokens)
+        return [shard_bytes(sizes, layers, n_tokens)]
+    return sizes.shard_sizes(layers, n_tokens)
 
 
-def read_whole(raw: Buffer, sizes: SavedSizes, *, n_ctx: int) -> Whole[SavedShard]:
+def read_whole(raw: Buffer, sizes: SavedSizes, *, n_ctx: int) -> SessionState[SavedShard]:
     """Read a whole session; see `read_dsv4`, `read_dpkv`."""
     if isinstance(sizes, CacheSizes):
         return read_dsv4(raw, sizes, n_ctx=n_ctx)
@@ -51,15 +51,15 @@ def read_whole(raw: Buffer, sizes: SavedSizes, *, n_ctx: int) -> Whole[SavedShar
 
 
 def read_shard(
-    raw: Buffer, sizes: SavedSizes, span: LayerSpan, *, n_ctx: int, n_tokens: int
+    raw: Buffer, sizes: SavedSizes, layers: LayerRange, *, n_ctx: int, n_tokens: int
 ) -> SavedShard:
     """Read some layers of a session; see `read_dsvl`, `read_dpkl`."""
     if isinstance(sizes, CacheSizes):
-        return read_dsvl(raw, sizes, span, n_ctx=n_ctx, n_tokens=n_tokens)
-    return read_dpkl(raw, sizes, span, n_ctx=n_ctx, n_tokens=n_tokens)
+        return read_dsvl(raw, sizes, layers, n_ctx=n_ctx, n_tokens=n_tokens)
+    return read_dpkl(raw, sizes, layers, n_ctx=n_ctx, n_tokens=n_tokens)
 
 
-def write_whole(whole: Whole[Any]) -> list[memoryview]:
+def write_whole(whole: SessionState[Any]) -> list[memoryview]:
     """Return the pieces of a whole session's payload: views into its own arrays."""
     return write_dsv4(whole) if isinstance(whole.cache, Shard) else write_dpkv(whole)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ds4py.snapshot.binary import DAMAGED, OTHER_MODEL, Form, Header
+from ds4py.snapshot.binary import DAMAGED, OTHER_MODEL, Header, HeaderForm
 from ds4py.snapshot.layout import CacheSizes, Capacities
 
 _SHARED: Final = (
@@ -17,10 +17,10 @@ _SHARED: Final = (
     *("layers", "head width", "index head width"),
 )
 
-WHOLE: Final = Form("DSV4", 2, (*_SHARED, "vocab", "raw_live"))
+WHOLE: Final = HeaderForm("DSV4", 2, (*_SHARED, "vocab", "raw_live"))
 """A session of all layers."""
 
-SHARD: Final = Form("DSVL", 1, (*_SHARED, "first layer", "last layer", "raw_live"))
+SHARD: Final = HeaderForm("DSVL", 1, (*_SHARED, "first layer", "last layer", "raw_live"))
 """A session's cache of some layers."""
 
 

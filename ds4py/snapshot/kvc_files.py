@@ -200,7 +200,7 @@ def remove_leftovers(folder: Path) -> None:
                 log.info("%s: removed, its writer is gone", folder / name)
 
 
-class Part:
+class PartFile:
     """A file in the making: complete and under its name after `write`, else gone.
 
     Args:

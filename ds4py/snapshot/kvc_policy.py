@@ -308,13 +308,13 @@ def should_store_continued(n_tokens: int, n_stored: int, options: DiskCacheOptio
 
 
 def _first(tokens: Sequence[int], marker: Sequence[int]) -> int | None:
-    places = range(len(tokens) - len(marker) + 1) if marker else ()
-    return next((at for at in places if _is_at(tokens, marker, at)), None)
+    starts = range(len(tokens) - len(marker) + 1) if marker else ()
+    return next((at for at in starts if _is_at(tokens, marker, at)), None)
 
 
 def _last(tokens: Sequence[int], marker: Sequence[int]) -> int | None:
-    places = range(len(tokens) - len(marker), -1, -1) if marker else ()
-    return next((at for at in places if _is_at(tokens, marker, at)), None)
+    starts = range(len(tokens) - len(marker), -1, -1) if marker else ()
+    return next((at for at in starts if _is_at(tokens, marker, at)), None)
 
 
 def _is_at(tokens: Sequence[int], marker: Sequence[int], at: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 
 OVERLAPPED: Final = 4
 """The ratio whose windows overlap, and whose layers have index rows."""
@@ -59,11 +59,11 @@ class CacheSizes:
         """Return the index rows of a layer after `n_tokens`."""
         return n_tokens // OVERLAPPED if self.ratios[layer] == OVERLAPPED else 0
 
-    def counts(self, span: LayerSpan, n_tokens: int) -> tuple[list[int], list[int]]:
+    def counts(self, layers: LayerRange, n_tokens: int) -> tuple[list[int], list[int]]:
         """Return the compressed rows and the index rows of each layer of a span."""
         return (
-            [self.compressed_rows(layer, n_tokens) for layer in span.layers],
-            [self.index_rows(layer, n_tokens) for layer in span.layers],
+            [self.compressed_rows(layer, n_tokens) for layer in layers.indices],
+            [self.index_rows(layer, n_tokens) for layer in layers.indices],
         )
 
     def shapes(self, layer: int, n_tokens: int) -> list[tuple[int, int]]:
@@ -82,12 +82,12 @@ class CacheSizes:
             shapes += [(self.index_rows(layer, n_tokens), self.index_width), state, state]
         return shapes
 
-    def span_bytes(self, span: LayerSpan, n_tokens: int) -> int:
+    def range_bytes(self, layers: LayerRange, n_tokens: int) -> int:
         """Return the bytes of the counts and tensors of some layers."""
         values = sum(
-            rows * width for layer in span.layers for rows, width in self.shapes(layer, n_tokens)
+            rows * width for layer in layers.indices for rows, width in self.shapes(layer, n_tokens)
         )
-        return _WORD * (2 * len(span) + values)
+        return _WORD * (2 * len(layers) + values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

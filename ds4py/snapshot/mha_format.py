@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from ds4py.errors import SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot.binary import (
     DAMAGED,
     F32_LE,
@@ -28,22 +28,22 @@ from ds4py.snapshot.binary import (
     U32_LE,
     WORD,
     Array,
-    Body,
     Buffer,
-    Form,
     Header,
+    HeaderForm,
+    PayloadBody,
     as_bytes,
 )
-from ds4py.snapshot.session_state import Whole
+from ds4py.snapshot.session_state import SessionState
 
 _FIELDS: Final = (
     *("magic", "version", "model id", "layers", "KV heads", "head width", "vocab", "tokens"),
     *("first layer", "last layer"),
 )
-WHOLE: Final = Form("DPKV", 1, _FIELDS)
+WHOLE: Final = HeaderForm("DPKV", 1, _FIELDS)
 """A session of all layers."""
 
-SHARD: Final = Form("DPKL", 1, _FIELDS)
+SHARD: Final = HeaderForm("DPKL", 1, _FIELDS)
 """A session's cache of some layers."""
 
 _SCALED: Final = 32
@@ -116,11 +116,11 @@ class PlainSizes:
             dtype.itemsize * math.prod(shape) for dtype, shape in self.arrays(kind, n_tokens)
         )
 
-    def shard_sizes(self, span: LayerSpan, n_tokens: int) -> list[int]:
+    def shard_sizes(self, layers: LayerRange, n_tokens: int) -> list[int]:
         """Return the bytes that a `DPKL` payload of one stage may have: one number per type."""
-        around = SHARD.n_bytes + WORD * len(span)
+        around = SHARD.n_bytes + WORD * len(layers)
         return sorted(
-            {around + len(span) * self.layer_bytes(kind, n_tokens) for kind in KV_KINDS.values()}
+            {around + len(layers) * self.layer_bytes(kind, n_tokens) for kind in KV_KINDS.values()}
         )
 
 
@@ -143,7 +143,7 @@ class PlainShard:
 
     Args:
         sizes: Of the whole model.
-        span: The layers; who owns the output head plays no part.
+        layer_range: The layers; who owns the output head plays no part.
         n_tokens: Evaluated tokens, at least 1.
         layers: What each layer keeps.
 
@@ -152,17 +152,17 @@ class PlainShard:
     """
 
     sizes: PlainSizes
-    span: LayerSpan
+    layer_range: LayerRange
     n_tokens: int
     layers: Sequence[PlainLayer]
 
     def __post_init__(self) -> None:
-        if len(self.layers) != len(self.span):
+        if len(self.layers) != len(self.layer_range):
             raise SnapshotError(
-                f"saved layers {self.span}: rows of {len(self.layers)} layers, "
-                f"expected {len(self.span)}"
+                f"saved layers {self.layer_range}: rows of {len(self.layers)} layers, "
+                f"expected {len(self.layer_range)}"
             )
-        for number, layer in zip(self.span.layers, self.layers, strict=True):
+        for number, layer in zip(self.layer_range.indices, self.layers, strict=True):
             got = [(array.dtype, array.shape) for array in layer.arrays]
             expected = self.sizes.arrays(layer.kind, self.n_tokens)
             if got != expected:
@@ -177,7 +177,7 @@ class PlainShard:
         return (("model", self.sizes), ("tokens", self.n_tokens))
 
 
-def read_dpkv(raw: Buffer, sizes: PlainSizes, *, n_ctx: int) -> Whole[PlainShard]:
+def read_dpkv(raw: Buffer, sizes: PlainSizes, *, n_ctx: int) -> SessionState[PlainShard]:
     """Read a whole session.
 
     Args:
@@ -188,26 +188,26 @@ def read_dpkv(raw: Buffer, sizes: PlainSizes, *, n_ctx: int) -> Whole[PlainShard
     Raises:
         SnapshotError: The payload is damaged, of another model, or too long for the context.
     """
-    view, span = memoryview(raw).cast("B"), LayerSpan(0, sizes.n_layers - 1)
-    header, body = WHOLE.read(view), Body(view, WHOLE)
-    n_tokens = _check(header, sizes, span, n_ctx)
+    view, layers = memoryview(raw).cast("B"), LayerRange(0, sizes.n_layers - 1)
+    header, body = WHOLE.read(view), PayloadBody(view, WHOLE)
+    n_tokens = _check(header, sizes, layers, n_ctx)
     body.expect(WORD * (n_tokens + sizes.n_vocab), more=True)
-    return Whole(
+    return SessionState(
         tokens=body.take(U32_LE, n_tokens),
         logits=body.take(F32_LE, sizes.n_vocab),
-        cache=_read_layers(body, sizes, span, n_tokens),
+        cache=_read_layers(body, sizes, layers, n_tokens),
     )
 
 
 def read_dpkl(
-    raw: Buffer, sizes: PlainSizes, span: LayerSpan, *, n_ctx: int, n_tokens: int
+    raw: Buffer, sizes: PlainSizes, layers: LayerRange, *, n_ctx: int, n_tokens: int
 ) -> PlainShard:
     """Read some layers of a session.
 
     Args:
         raw: The payload; the result holds views into it.
         sizes: Of the whole model that is to continue the session.
-        span: The layers that it must hold.
+        layers: The layers that it must hold.
         n_ctx: Tokens that a session of it can hold.
         n_tokens: Tokens that it must stand for.
 
@@ -217,12 +217,12 @@ def read_dpkl(
     """
     view = memoryview(raw).cast("B")
     header = SHARD.read(view)
-    _check(header, sizes, span, n_ctx)
+    _check(header, sizes, layers, n_ctx)
     header.expect("tokens", n_tokens, "it belongs to another session")
-    return _read_layers(Body(view, SHARD), sizes, span, n_tokens)
+    return _read_layers(PayloadBody(view, SHARD), sizes, layers, n_tokens)
 
 
-def write_dpkv(whole: Whole[PlainShard]) -> list[memoryview]:
+def write_dpkv(whole: SessionState[PlainShard]) -> list[memoryview]:
     """Return the pieces of a `DPKV` payload: views into the session's own arrays."""
     pieces = [as_bytes(whole.tokens, U32_LE), as_bytes(whole.logits, F32_LE)]
     return [_header(WHOLE, whole.cache), *pieces, *_write_layers(whole.cache)]
@@ -233,7 +233,7 @@ def write_dpkl(shard: PlainShard) -> list[memoryview]:
     return [_header(SHARD, shard), *_write_layers(shard)]
 
 
-def _check(header: Header, sizes: PlainSizes, span: LayerSpan, n_ctx: int) -> int:
+def _check(header: Header, sizes: PlainSizes, layers: LayerRange, n_ctx: int) -> int:
     """Check every word and return the number of tokens."""
     n_tokens = header.words["tokens"]
     header.expect("model id", sizes.model_id, OTHER_MODEL)
@@ -243,13 +243,15 @@ def _check(header: Header, sizes: PlainSizes, span: LayerSpan, n_ctx: int) -> in
     header.expect("vocab", sizes.n_vocab, OTHER_MODEL)
     longer = f"start with a context of at least {n_tokens + 1} tokens"
     header.within("tokens", 1, n_ctx - 1, longer)
-    header.expect("first layer", span.start, f"ask for layers {span}")
-    header.expect("last layer", span.end, f"ask for layers {span}")
+    header.expect("first layer", layers.start, f"ask for layers {layers}")
+    header.expect("last layer", layers.end, f"ask for layers {layers}")
     return n_tokens
 
 
-def _read_layers(body: Body, sizes: PlainSizes, span: LayerSpan, n_tokens: int) -> PlainShard:
-    kinds = _read_kinds(body, span)
+def _read_layers(
+    body: PayloadBody, sizes: PlainSizes, layer_range: LayerRange, n_tokens: int
+) -> PlainShard:
+    kinds = _read_kinds(body, layer_range)
     body.expect(sum(sizes.layer_bytes(kind, n_tokens) for kind in kinds))
     layers = [
         PlainLayer(
@@ -257,28 +259,28 @@ def _read_layers(body: Body, sizes: PlainSizes, span: LayerSpan, n_tokens: int) 
         )
         for kind in kinds
     ]
-    return PlainShard(sizes=sizes, span=span, n_tokens=n_tokens, layers=layers)
+    return PlainShard(sizes=sizes, layer_range=layer_range, n_tokens=n_tokens, layers=layers)
 
 
-def _read_kinds(body: Body, span: LayerSpan) -> list[KvKind]:
+def _read_kinds(body: PayloadBody, layers: LayerRange) -> list[KvKind]:
     """Take the types of some layers."""
-    body.expect(WORD * len(span), more=True)
+    body.expect(WORD * len(layers), more=True)
     start, kinds = body.at, []
-    for place, code in enumerate(body.take(U32_LE, len(span)).tolist()):
+    for index, code in enumerate(body.take(U32_LE, len(layers)).tolist()):
         if code not in _BY_CODE:
             raise SnapshotError(
-                f"type of layer {span.start + place}: got {code}, expected one of "
+                f"type of layer {layers.start + index}: got {code}, expected one of "
                 f"{', '.join(map(str, _BY_CODE))}; {DAMAGED}",
-                offset=start + place * WORD,
+                offset=start + index * WORD,
             )
         kinds.append(_BY_CODE[code])
     return kinds
 
 
-def _header(form: Form, shard: PlainShard) -> memoryview:
-    sizes, span = shard.sizes, shard.span
+def _header(form: HeaderForm, shard: PlainShard) -> memoryview:
+    sizes, layers = shard.sizes, shard.layer_range
     words = (sizes.model_id, sizes.n_layers, sizes.n_heads, sizes.width, sizes.n_vocab)
-    return memoryview(form.write(*words, shard.n_tokens, span.start, span.end))
+    return memoryview(form.write(*words, shard.n_tokens, layers.start, layers.end))
 
 
 def _write_layers(shard: PlainShard) -> list[memoryview]:

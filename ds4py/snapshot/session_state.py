@@ -1,7 +1,7 @@
 """A session as a value, cut and joined by layers, whatever its layers keep.
 
-Owns: `Whole`, `split`, `join`. Refuses to know: what a layer's cache is made of, bytes. Invariant:
-a session that exists has token ids, logits and layers of one model and one length.
+Owns: `SessionState`, `split`, `join`. Refuses to know: what a layer's cache is made of, bytes.
+Invariant: a session that exists has token ids, logits and layers of one model and one length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 
 from ds4py.errors import SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot.binary import F32, OTHER_MODEL, U32, U32_LE
 
 
@@ -29,7 +29,7 @@ class Sizes(Protocol):
         """Vocabulary size."""
 
 
-class Part(Protocol):
+class CachePart(Protocol):
     """What is asked here of the cache of some layers: a dataclass with these fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -39,7 +39,7 @@ class Part(Protocol):
         """Of the whole model."""
 
     @property
-    def span(self) -> LayerSpan:
+    def layer_range(self) -> LayerRange:
         """The layers."""
 
     @property
@@ -55,12 +55,12 @@ class Part(Protocol):
         """What the parts of one session have in common, by name."""
 
 
-P_co = TypeVar("P_co", bound=Part, covariant=True)
-P = TypeVar("P", bound=Part)
+P_co = TypeVar("P_co", bound=CachePart, covariant=True)
+P = TypeVar("P", bound=CachePart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Whole(Generic[P_co]):
+class SessionState(Generic[P_co]):
     """All of a session.
 
     Args:
@@ -88,12 +88,14 @@ class Whole(Generic[P_co]):
             )
 
 
-def split(whole: Whole[P], span: LayerSpan) -> P:
+def split(whole: SessionState[P], layers: LayerRange) -> P:
     """Return some layers of a session, sharing its memory."""
-    return replace(whole.cache, span=span, layers=whole.cache.layers[span.start : span.end + 1])
+    return replace(
+        whole.cache, layer_range=layers, layers=whole.cache.layers[layers.start : layers.end + 1]
+    )
 
 
-def join(shards: Sequence[P], tokens: Sequence[int] | U32, logits: F32) -> Whole[P]:
+def join(shards: Sequence[P], tokens: Sequence[int] | U32, logits: F32) -> SessionState[P]:
     """Return the session that some shards make up, sharing their memory.
 
     What the shards need not have in common, the session takes from the first.
@@ -108,14 +110,14 @@ def join(shards: Sequence[P], tokens: Sequence[int] | U32, logits: F32) -> Whole
     """
     first, next_layer = shards[0], 0
     for shard in shards:
-        subject = f"shard of layers {shard.span}"
-        _agree(subject, "first layer", shard.span.start, next_layer)
+        subject = f"shard of layers {shard.layer_range}"
+        _agree(subject, "first layer", shard.layer_range.start, next_layer)
         for (what, got), (_, expected) in zip(shard.common, first.common, strict=True):
             _agree(subject, what, got, expected)
-        next_layer = shard.span.end + 1
+        next_layer = shard.layer_range.end + 1
     layers = [layer for shard in shards for layer in shard.layers]
-    cache = replace(first, span=LayerSpan(0, next_layer - 1), layers=layers)
-    return Whole(tokens=np.asarray(tokens, U32_LE), logits=logits, cache=cache)
+    cache = replace(first, layer_range=LayerRange(0, next_layer - 1), layers=layers)
+    return SessionState(tokens=np.asarray(tokens, U32_LE), logits=logits, cache=cache)
 
 
 def _agree(subject: str, what: str, got: object, expected: object) -> None:

@@ -16,7 +16,7 @@ from ds4py.contracts import SessionId
 _MAX_MARKS: Final = 256
 
 
-class CalledOff:
+class AbortedRequests:
     """The marks of one stage; request ids of a session only grow, so one number is enough."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ MAX_SECONDS: Final = 1e-3
 _PART_OF_BATCH: Final = 0.25
 
 
-class Gather:
+class BatchWindow:
     """What the latest batches of one device say about the next one.
 
     Args:
@@ -41,12 +41,12 @@ class Gather:
         self._seconds = seconds
 
     @property
-    def wanted(self) -> int:
+    def target_batch(self) -> int:
         """Single tokens that a batch should have."""
         return -(-len(set(self._latest)) // self._n_stages)
 
     @property
-    def patience(self) -> float:
+    def max_wait(self) -> float:
         """Seconds to wait for them: little beside what a batch takes."""
         return min(MAX_SECONDS, self._seconds * _PART_OF_BATCH)
 

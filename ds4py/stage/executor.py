@@ -1,6 +1,6 @@
 """The one thread that owns a device.
 
-Owns: the queue in front of a `SliceRunner`, and the calls into it. Refuses to know: where spans
+Owns: the queue in front of a `ModelRunner`, and the calls into it. Refuses to know: where spans
 come from, where results go, whose turn it is (`scheduler`), tensors. Invariant: every call into the
 runner happens on this thread; what waits when the device becomes free is considered as a whole.
 
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Started
+from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, PendingForward, SessionId
 from ds4py.errors import CapacityError, ClusterError, Ds4Error
-from ds4py.stage.batch_window import Gather, stages_alike
+from ds4py.stage.batch_window import BatchWindow, stages_alike
 from ds4py.stage.mailbox import Mailbox
-from ds4py.stage.scheduler import MAX_BATCH, Kind, Turns
+from ds4py.stage.scheduler import MAX_BATCH, Scheduler, WorkKind
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,14 +57,14 @@ class DeviceJob:
     """
 
     session: SessionId
-    admit: Callable[[], SliceWork]
-    finish: Callable[[SliceOutput | Ds4Error], None]
+    admit: Callable[[], ForwardRequest]
+    finish: Callable[[ForwardOutput | Ds4Error], None]
     is_decode: bool = False
     queued: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ControlCall:
     """A function that waits for the device, behind the spans of a session if it is about one."""
 
     run: Callable[[], None]
@@ -72,11 +72,11 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _StartedJob:
     """A chunk that was started."""
 
     job: DeviceJob
-    started: Started
+    started: PendingForward
 
     @property
     def is_done(self) -> bool:
@@ -87,12 +87,12 @@ class _Ahead:
             return True
 
 
-Item = DeviceJob | _Call
+Item = DeviceJob | _ControlCall
 """What waits for the device."""
 
 
 class DeviceThread:
-    """Runs jobs and calls on one thread, in turns (see `Turns`).
+    """Runs jobs and calls on one thread, in turns (see `Scheduler`).
 
     Args:
         runner: The slice; closed by `close`.
@@ -100,14 +100,15 @@ class DeviceThread:
         batching: Whether single tokens of different sessions run together.
     """
 
-    def __init__(self, runner: SliceRunner, *, name: str = "device", batching: bool = True):
+    def __init__(self, runner: ModelRunner, *, name: str = "device", batching: bool = True):
         self.runner = runner
         self._batch_size = MAX_BATCH if batching else 1
         self._queue: Mailbox[Item | None] = Mailbox()  # None ends the thread
-        self._turns: Turns[Item] = Turns()  # touched on the device thread only, but for its length
-        self._gather = Gather(stages_alike(runner.card.n_layers, len(runner.span)))
+        # touched on the device thread only, but for its length
+        self._scheduler: Scheduler[Item] = Scheduler()
+        self._window = BatchWindow(stages_alike(runner.card.n_layers, len(runner.layers)))
         self._overlaps = runner.overlaps
-        self._ahead: _Ahead | None = None  # what was started and not yet delivered
+        self._ahead: _StartedJob | None = None  # what was started and not yet delivered
         self._decoded: set[SessionId] = set()  # sessions of the latest single tokens
         self._decoded_at = 0.0
         self._lock = threading.Lock()  # nothing enters the queue behind the None
@@ -126,7 +127,7 @@ class DeviceThread:
         with self._lock:
             if self._closed:
                 return ClusterError(_CLOSING)
-            if len(self._queue) + len(self._turns) >= _QUEUE_DEPTH:
+            if len(self._queue) + len(self._scheduler) >= _QUEUE_DEPTH:
                 return CapacityError(
                     "device queue", needed=_QUEUE_DEPTH + 1, available=_QUEUE_DEPTH
                 )
@@ -134,8 +135,8 @@ class DeviceThread:
         return None
 
     def begin(
-        self, work: SliceWork, *, prepare: Callable[[SliceRunner], None]
-    ) -> Callable[[float], SliceOutput]:
+        self, work: ForwardRequest, *, prepare: Callable[[ModelRunner], None]
+    ) -> Callable[[float], ForwardOutput]:
         """Queue one span.
 
         Args:
@@ -145,15 +146,15 @@ class DeviceThread:
         Returns:
             What waits for the output, for so many seconds at most; raises what the runner reports.
         """
-        done: Future[SliceOutput] = Future()
+        done: Future[ForwardOutput] = Future()
 
-        def finish(result: SliceOutput | Ds4Error) -> None:
+        def finish(result: ForwardOutput | Ds4Error) -> None:
             if isinstance(result, Ds4Error):
                 done.set_exception(result)
             else:
                 done.set_result(result)
 
-        def admit() -> SliceWork:
+        def admit() -> ForwardRequest:
             prepare(self.runner)
             return work
 
@@ -162,7 +163,7 @@ class DeviceThread:
 
     def call(
         self,
-        function: Callable[[SliceRunner], T],
+        function: Callable[[ModelRunner], T],
         *,
         timeout: float,
         session: SessionId | None = None,
@@ -189,13 +190,13 @@ class DeviceThread:
                 log.exception("the device failed")
                 done.set_exception(_broken(e))
 
-        refusal = self._enqueue(_Call(run, session))
+        refusal = self._enqueue(_ControlCall(run, session))
         if refusal is not None:
             raise refusal
         return _wait(done, timeout)
 
     def post(
-        self, function: Callable[[SliceRunner], None], *, session: SessionId | None = None
+        self, function: Callable[[ModelRunner], None], *, session: SessionId | None = None
     ) -> None:
         """Run a function on the device thread with nobody waiting; otherwise as `call`."""
 
@@ -205,7 +206,7 @@ class DeviceThread:
             except Exception:  # the device must go on
                 log.exception("the device failed")
 
-        refusal = self._enqueue(_Call(run, session))
+        refusal = self._enqueue(_ControlCall(run, session))
         if refusal is not None:
             log.debug("left out: %s", refusal)
 
@@ -221,7 +222,7 @@ class DeviceThread:
     def _run(self) -> None:
         while self._run_next():
             pass
-        for item in self._turns.drain():  # none is evaluated any more, but each is told
+        for item in self._scheduler.drain():  # none is evaluated any more, but each is told
             self._run_item(item)
         self.runner.close()
 
@@ -229,32 +230,32 @@ class DeviceThread:
         """Run one turn, waiting for it if need be; False at the end."""
         if self._ahead is not None:
             return self._run_behind(self._ahead)
-        if not len(self._turns):
+        if not len(self._scheduler):
             item = self._queue.get()
             if item is None:
                 return False
-            if not len(self._queue) and self._gather.wanted <= 1:
+            if not len(self._queue) and self._window.target_batch <= 1:
                 self._run_lone(item)
                 return True
-            self._place(item)
-        if not self._take_in(self._gather.patience):
+            self._schedule(item)
+        if not self._take_in(self._window.max_wait):
             return False
-        self._run_turn()
+        self._run_scheduled()
         return True
 
-    def _run_behind(self, ahead: _Ahead) -> bool:
+    def _run_behind(self, ahead: _StartedJob) -> bool:
         """Run a turn behind a chunk that was started, or deliver that; False at the end."""
         goes_on = self._await_more(ahead)
-        if goes_on and len(self._turns) and not self._others_decode(ahead.job.session):
-            self._run_turn()
+        if goes_on and len(self._scheduler) and not self._others_decode(ahead.job.session):
+            self._run_scheduled()
         else:
             self._settle()
         return goes_on
 
-    def _await_more(self, ahead: _Ahead) -> bool:
+    def _await_more(self, ahead: _StartedJob) -> bool:
         """Take in what arrives while a chunk is computed; False at the end."""
         while self._take_in(0.0):
-            if len(self._turns) or ahead.is_done:
+            if len(self._scheduler) or ahead.is_done:
                 return True
             with suppress(queue.Empty):
                 if not self._take_one(_LOOK_SECONDS):
@@ -269,7 +270,7 @@ class DeviceThread:
     def _run_lone(self, item: Item) -> None:
         """Run what waits alone, as all do that one session sends: nothing is to be chosen."""
         if isinstance(item, DeviceJob):
-            self._turns.went_alone(_kind(item))
+            self._scheduler.went_alone(_kind(item))
             self._run_jobs([item])
         else:
             self._run_item(item)
@@ -278,7 +279,7 @@ class DeviceThread:
         """Let all that has arrived, or may in so many seconds, take its place; False at the end."""
         deadline = time.monotonic() + patience
         try:
-            while self._take_one(self._hope(deadline)):
+            while self._take_one(self._time_to_wait(deadline)):
                 pass
         except queue.Empty:
             return True
@@ -288,25 +289,25 @@ class DeviceThread:
         item = self._queue.get(timeout)
         if item is None:
             return False
-        self._place(item)
+        self._schedule(item)
         return True
 
-    def _place(self, item: Item) -> None:
-        self._turns.add(item.session, _kind(item), item)
+    def _schedule(self, item: Item) -> None:
+        self._scheduler.add(item.session, _kind(item), item)
 
-    def _hope(self, deadline: float) -> float:
+    def _time_to_wait(self, deadline: float) -> float:
         """Return the seconds that what waits may wait for company."""
-        enough = len(self._turns) >= self._gather.wanted or self._batch_size == 1
-        if enough or not self._turns.only_singles:
+        enough = len(self._scheduler) >= self._window.target_batch or self._batch_size == 1
+        if enough or not self._scheduler.only_decodes:
             return 0.0
         return max(0.0, deadline - time.monotonic())
 
-    def _run_turn(self) -> None:
-        turn = self._turns.next()
-        assert turn is not None, "something waits, or nothing was taken in"
-        for call in turn.calls:
+    def _run_scheduled(self) -> None:
+        scheduled = self._scheduler.next()
+        assert scheduled is not None, "something waits, or nothing was taken in"
+        for call in scheduled.calls:
             self._run_item(call)
-        jobs = [item for item in turn.batch if isinstance(item, DeviceJob)]
+        jobs = [item for item in scheduled.batch if isinstance(item, DeviceJob)]
         for start in range(0, len(jobs), self._batch_size):
             self._run_jobs(jobs[start : start + self._batch_size])
 
@@ -318,7 +319,7 @@ class DeviceThread:
         began = time.monotonic()
         self._run_batch(batch)
         now, sessions = time.monotonic(), {job.session for job in batch}
-        self._gather.ran(sessions, now - began)
+        self._window.ran(sessions, now - began)
         self._decoded, self._decoded_at = sessions, now
 
     def _run_chunk(self, chunk: DeviceJob) -> None:
@@ -327,7 +328,7 @@ class DeviceThread:
             return
         begun = self._start(chunk)
         self._settle()
-        if isinstance(begun, _Ahead):
+        if isinstance(begun, _StartedJob):
             self._ahead = begun
         else:
             _finish(chunk, begun)
@@ -348,10 +349,10 @@ class DeviceThread:
 
     def _run_batch(self, batch: list[DeviceJob]) -> None:
         jobs: list[DeviceJob] = []
-        works: list[SliceWork] = []
+        works: list[ForwardRequest] = []
         for job in batch:
             admitted = self._admit(job)
-            if isinstance(admitted, SliceWork):
+            if isinstance(admitted, ForwardRequest):
                 jobs.append(job)
                 works.append(admitted)
             else:
@@ -360,11 +361,11 @@ class DeviceThread:
             return
         results = _answers(lambda: self.runner.run(works), len(works))
         for job, result in zip(jobs, results, strict=True):
-            if isinstance(result, SliceOutput):
+            if isinstance(result, ForwardOutput):
                 _queued(job)
             _finish(job, result)
 
-    def _admit(self, job: DeviceJob) -> SliceWork | Ds4Error:
+    def _admit(self, job: DeviceJob) -> ForwardRequest | Ds4Error:
         if self._closed:
             return ClusterError(_CLOSING)
         try:
@@ -375,31 +376,31 @@ class DeviceThread:
             log.exception("admission of a span failed")
             return ClusterError(f"internal error: {type(e).__name__}: {e}")
 
-    def _start(self, job: DeviceJob) -> _Ahead | Ds4Error:
+    def _start(self, job: DeviceJob) -> _StartedJob | Ds4Error:
         """Have the device evaluate a span without waiting for it."""
         admitted = self._admit(job)
         if isinstance(admitted, Ds4Error):
             return admitted
         try:
-            started = self.runner.start([admitted])
+            started = self.runner.forward_async([admitted])
         except Exception as e:  # a broken device must not end the process silently
             log.exception("the device failed")
             return _broken(e)
         if started.refused:
             return started.refused[0]
         _queued(job)
-        return _Ahead(job, started)
+        return _StartedJob(job, started)
 
 
-def _kind(item: Item) -> Kind:
-    if isinstance(item, _Call):
-        return Kind.CALL
-    return Kind.SINGLE if item.is_decode else Kind.CHUNK
+def _kind(item: Item) -> WorkKind:
+    if isinstance(item, _ControlCall):
+        return WorkKind.CONTROL
+    return WorkKind.DECODE if item.is_decode else WorkKind.PREFILL
 
 
 def _answers(
-    ask: Callable[[], list[SliceOutput | Ds4Error]], n_spans: int
-) -> list[SliceOutput | Ds4Error]:
+    ask: Callable[[], list[ForwardOutput | Ds4Error]], n_spans: int
+) -> list[ForwardOutput | Ds4Error]:
     """Return what the device says to so many spans, be it that it is broken."""
     error: Ds4Error
     try:
@@ -432,7 +433,7 @@ def _queued(job: DeviceJob) -> None:
         log.exception("taking note of a span failed")
 
 
-def _finish(job: DeviceJob, result: SliceOutput | Ds4Error) -> None:
+def _finish(job: DeviceJob, result: ForwardOutput | Ds4Error) -> None:
     try:
         job.finish(result)
     except Exception:  # whoever waits has its own deadline

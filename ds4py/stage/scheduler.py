@@ -22,12 +22,12 @@ MAX_BATCH: Final = 32
 """Single tokens that run between two chunks."""
 
 
-class Kind(Enum):
+class WorkKind(Enum):
     """How an item takes its turn."""
 
-    CALL = "call"  # is short and rare, and runs before whatever turn comes next
-    SINGLE = "single"  # one token: may share a batch with those of other sessions
-    CHUNK = "chunk"  # runs alone, and may take long
+    CONTROL = "control"  # is short and rare, and runs before whatever turn comes next
+    DECODE = "decode"  # one token: may share a batch with those of other sessions
+    PREFILL = "prefill"  # runs alone, and may take long
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class _Entry(Generic[T]):
     """An item in its session's line; `number` counts arrivals."""
 
     number: int
-    kind: Kind
+    kind: WorkKind
     item: T
 
 
 @dataclass(frozen=True, slots=True)
-class Turn(Generic[T]):
+class ScheduledBatch(Generic[T]):
     """What to run before anything else is considered: the calls first, in order, then the batch.
 
     Args:
@@ -52,7 +52,7 @@ class Turn(Generic[T]):
     batch: list[T]
 
 
-class Turns(Generic[T]):
+class Scheduler(Generic[T]):
     """Everything that waits for one device; for one thread.
 
     Args:
@@ -71,12 +71,12 @@ class Turns(Generic[T]):
         return self._waiting
 
     @property
-    def only_singles(self) -> bool:
+    def only_decodes(self) -> bool:
         """Whether something waits, and no chunk or call could run now."""
         heads = [line[0].kind for line in self._lines.values()]
-        return bool(heads) and all(kind is Kind.SINGLE for kind in heads)
+        return bool(heads) and all(kind is WorkKind.DECODE for kind in heads)
 
-    def add(self, session: Hashable, kind: Kind, item: T) -> None:
+    def add(self, session: Hashable, kind: WorkKind, item: T) -> None:
         """Let an item wait behind all of its session that wait already.
 
         Args:
@@ -89,43 +89,43 @@ class Turns(Generic[T]):
         line = self._lines.setdefault(session, deque())
         line.append(_Entry(self._arrivals, kind, item))
 
-    def went_alone(self, kind: Kind) -> None:
+    def went_alone(self, kind: WorkKind) -> None:
         """Take note of a single token or chunk that ran without having waited here."""
-        self._chunk_is_next = kind is Kind.SINGLE
+        self._chunk_is_next = kind is WorkKind.DECODE
 
-    def next(self) -> Turn[T] | None:
+    def next(self) -> ScheduledBatch[T] | None:
         """Take the next turn; None if nothing waits."""
         calls = self._take_calls()
         batch = self._take_chunk() if self._chunk_is_next else []
         self._chunk_is_next = False
         if not batch:
-            batch = self._take_singles()
+            batch = self._take_decodes()
             self._chunk_is_next = bool(batch)
         batch = batch or self._take_chunk()
-        return Turn(calls, batch) if calls or batch else None
+        return ScheduledBatch(calls, batch) if calls or batch else None
 
     def _take_calls(self) -> list[T]:
         """Take all calls that may run now; overtaken, they would free too late what others need."""
         calls: list[T] = []
-        while ready := self._first(Kind.CALL):
+        while ready := self._first(WorkKind.CONTROL):
             calls += [self._take(session) for session in ready]
         return calls
 
-    def _take_singles(self) -> list[T]:
+    def _take_decodes(self) -> list[T]:
         """Take the single tokens that came first."""
-        return [self._take(session) for session in self._first(Kind.SINGLE)[: self._max_batch]]
+        return [self._take(session) for session in self._first(WorkKind.DECODE)[: self._max_batch]]
 
     def _take_chunk(self) -> list[T]:
         """Take one chunk of the session that has waited for its turn the longest."""
         for session, line in self._lines.items():
-            if line[0].kind is Kind.CHUNK:
+            if line[0].kind is WorkKind.PREFILL:
                 item = self._take(session)
                 if session in self._lines:  # its next one comes after the others'
                     self._lines[session] = self._lines.pop(session)
                 return [item]
         return []
 
-    def _first(self, kind: Kind) -> list[Hashable]:
+    def _first(self, kind: WorkKind) -> list[Hashable]:
         """Return the sessions that such an item of heads, in the order of its arrival."""
         found = [(line[0].number, s) for s, line in self._lines.items() if line[0].kind is kind]
         return [session for _, session in sorted(found, key=lambda pair: pair[0])]

@@ -20,7 +20,7 @@ _REFUSALS: Final = (CancelledError, CapacityError, ModelError, PrefixMismatchErr
 
 
 @dataclass(slots=True)
-class Timeline:
+class CachedSession:
     """Tokens of one session, since it was last emptied.
 
     Args:
@@ -39,7 +39,7 @@ class Timeline:
     last_used: int = 0
 
 
-class Claim(NamedTuple):
+class AdmissionRequest(NamedTuple):
     """What a span claims about its session."""
 
     session: SessionId
@@ -64,7 +64,7 @@ class Admission(NamedTuple):
     evict: SessionId | None = None
 
 
-class Timelines:
+class SessionTable:
     """The sessions of one stage.
 
     Args:
@@ -75,17 +75,17 @@ class Timelines:
     def __init__(self, n_slots: int, *, can_rewind: bool):
         self._n_slots = n_slots
         self._can_rewind = can_rewind
-        self._sessions: dict[SessionId, Timeline] = {}
+        self._sessions: dict[SessionId, CachedSession] = {}
         self._clock = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, session: SessionId) -> Timeline | None:
+    def get(self, session: SessionId) -> CachedSession | None:
         """Return a session's timeline without creating one."""
         return self._sessions.get(session)
 
-    def admit(self, claim: Claim, owner: Hashable) -> Admission:
+    def admit(self, asked: AdmissionRequest, owner: Hashable) -> Admission:
         """Check a span against its session, creating the session if it is new.
 
         A reset takes effect even if the span is then refused (spec 8.4).
@@ -95,70 +95,72 @@ class Timelines:
             ModelError: The span does not start where the session ends.
             CapacityError: The session is new and every slot belongs to a connection that stands.
         """
-        evict = self._make_room(claim.session)
-        line = known = self._sessions.get(claim.session) or Timeline(set())
-        if claim.reset:
-            line = Timeline(known.owners, last_used=known.last_used)
-            if claim.session in self._sessions:
-                self._sessions[claim.session] = line
-        rewind_to = self._match(line, claim)
-        if not line.valid:  # so it is empty, or it had not matched
-            line = Timeline(known.owners)
+        evict = self._make_room(asked.session)
+        cached = known = self._sessions.get(asked.session) or CachedSession(set())
+        if asked.reset:
+            cached = CachedSession(known.owners, last_used=known.last_used)
+            if asked.session in self._sessions:
+                self._sessions[asked.session] = cached
+        rewind_to = self._match(cached, asked)
+        if not cached.valid:  # so it is empty, or it had not matched
+            cached = CachedSession(known.owners)
         # only an admitted span takes a slot: a stream of unknown ids costs nothing
-        self._sessions[claim.session] = line
+        self._sessions[asked.session] = cached
         if evict is not None:
             del self._sessions[evict]
         self._clock += 1
-        line.owners.add(owner)
-        line.last_used = self._clock
-        return Admission(reset=claim.reset or claim.pos0 == 0, rewind_to=rewind_to, evict=evict)
+        cached.owners.add(owner)
+        cached.last_used = self._clock
+        return Admission(reset=asked.reset or asked.pos0 == 0, rewind_to=rewind_to, evict=evict)
 
-    def _match(self, line: Timeline, claim: Claim) -> int | None:
+    def _match(self, cached: CachedSession, asked: AdmissionRequest) -> int | None:
         """Return where to cut the timeline, None if it already ends where the span starts."""
-        if line.hash == claim.prefix_hash:
+        if cached.hash == asked.prefix_hash:
             # at position 0 the caches are emptied anyway, whatever a failure left in them
-            usable = line.valid or claim.pos0 == 0
-            if not usable or len(line.tokens) != claim.pos0:
+            usable = cached.valid or asked.pos0 == 0
+            if not usable or len(cached.tokens) != asked.pos0:
                 raise ModelError(
                     "session",
-                    got=f"a span at position {claim.pos0}",
-                    expected=f"a reset, or position {len(line.tokens)} of a valid timeline",
+                    got=f"a span at position {asked.pos0}",
+                    expected=f"a reset, or position {len(cached.tokens)} of a valid timeline",
                 )
             return None
-        shorter = self._can_rewind and line.valid and claim.pos0 < len(line.tokens)
-        if shorter and extend(INIT, line.tokens[: claim.pos0]) == claim.prefix_hash:
-            del line.tokens[claim.pos0 :]
-            line.hash = claim.prefix_hash
-            return claim.pos0
+        shorter = self._can_rewind and cached.valid and asked.pos0 < len(cached.tokens)
+        if shorter and extend(INIT, cached.tokens[: asked.pos0]) == asked.prefix_hash:
+            del cached.tokens[asked.pos0 :]
+            cached.hash = asked.prefix_hash
+            return asked.pos0
         raise PrefixMismatchError("worker KV prefix hash mismatch")
 
-    def commit(self, claim: Claim) -> Timeline | None:
+    def commit(self, asked: AdmissionRequest) -> CachedSession | None:
         """Record that the device was given an admitted span.
 
         Returns:
             The timeline that it continues; None if its session was given up meanwhile.
         """
-        line = self._sessions.get(claim.session)
-        if line is None or line.hash != claim.prefix_hash:
+        cached = self._sessions.get(asked.session)
+        if cached is None or cached.hash != asked.prefix_hash:
             return None
-        line.tokens.extend(claim.tokens)
-        line.hash = claim.result_hash
-        return line
+        cached.tokens.extend(asked.tokens)
+        cached.hash = asked.result_hash
+        return cached
 
-    def head(self, session: SessionId, n_tokens: int, token_hash: int) -> list[int]:
+    def prefix(self, session: SessionId, n_tokens: int, token_hash: int) -> list[int]:
         """Return the first tokens of a session, all of them evaluated.
 
         Raises:
             PrefixMismatchError: It does not hold so many, or others.
         """
-        line = self._sessions.get(session)
-        if line is not None and line.valid and n_tokens <= len(line.tokens):
-            tokens = line.tokens[:n_tokens]
+        cached = self._sessions.get(session)
+        if cached is not None and cached.valid and n_tokens <= len(cached.tokens):
+            tokens = cached.tokens[:n_tokens]
             if extend(INIT, tokens) == token_hash:
                 return tokens
         raise PrefixMismatchError("this stage does not hold the tokens that are to be copied")
 
-    def vacate(self, session: SessionId, spare: Collection[SessionId] = ()) -> list[SessionId]:
+    def reserve_slot(
+        self, session: SessionId, spare: Collection[SessionId] = ()
+    ) -> list[SessionId]:
         """Forget a session whose cache is to be replaced, and another one if no slot is free.
 
         Args:
@@ -178,26 +180,28 @@ class Timelines:
             gone.append(evict)
         return gone
 
-    def give_up(self, spare: Collection[SessionId]) -> SessionId | None:
+    def evict(self, spare: Collection[SessionId]) -> SessionId | None:
         """Forget the longest unused session that no connection stands for; None if there is none.
 
         Args:
             spare: Not to be forgotten.
         """
-        orphan = self._oldest_orphan(spare)
-        if orphan is not None:
-            del self._sessions[orphan]
-        return orphan
+        unowned = self._oldest_unowned(spare)
+        if unowned is not None:
+            del self._sessions[unowned]
+        return unowned
 
-    def adopt(
+    def insert(
         self, session: SessionId, tokens: Sequence[int], token_hash: int, owner: Hashable
     ) -> None:
         """Record that the cache of a vacated session was loaded."""
         self._clock += 1
-        self._sessions[session] = Timeline({owner}, list(tokens), token_hash, last_used=self._clock)
+        self._sessions[session] = CachedSession(
+            {owner}, list(tokens), token_hash, last_used=self._clock
+        )
 
     def evaluation_failed(
-        self, claim: Claim, error: Ds4Error, line: Timeline | None = None
+        self, asked: AdmissionRequest, error: Ds4Error, cached: CachedSession | None = None
     ) -> None:
         """Record that a span was not evaluated.
 
@@ -205,17 +209,18 @@ class Timelines:
         not: then only a reset makes the session usable again (spec 8.5).
 
         Args:
-            claim: The span.
+            asked: The span.
             error: What became of it.
-            line: What `commit` returned, if the device had been given the span. The timeline then
+            cached: What `commit` returned, if the device had been given the span. The timeline then
                 ends where the span began, whatever else the device was given meanwhile.
         """
-        if line is not None:
-            line.valid = False
-            del line.tokens[claim.pos0 :]
-            line.hash = extend(INIT, line.tokens)  # of other tokens, if it was cut back meanwhile
+        if cached is not None:
+            cached.valid = False
+            del cached.tokens[asked.pos0 :]
+            # of other tokens, if it was cut back meanwhile
+            cached.hash = extend(INIT, cached.tokens)
             return
-        present = self._sessions.get(claim.session)
+        present = self._sessions.get(asked.session)
         if present is not None and not isinstance(error, _REFUSALS):
             present.valid = False
 
@@ -223,31 +228,31 @@ class Timelines:
         """Forget a session that has ended for good."""
         self._sessions.pop(session, None)
 
-    def orphan(self, owner: Hashable) -> None:
+    def disown(self, owner: Hashable) -> None:
         """Take a closed connection from the owners of its sessions.
 
         Those that have no other are the first to go when room is needed. They stay usable: the hash
         makes continuing them over another connection safe.
         """
-        for line in list(self._sessions.values()):  # called while the device thread goes on
-            line.owners.discard(owner)
+        for cached in list(self._sessions.values()):  # called while the device thread goes on
+            cached.owners.discard(owner)
 
     def _make_room(self, session: SessionId, spare: Collection[SessionId] = ()) -> SessionId | None:
         if session in self._sessions or len(self._sessions) < self._n_slots:
             return None
-        orphan = self._oldest_orphan(spare)
-        if orphan is None:
+        unowned = self._oldest_unowned(spare)
+        if unowned is None:
             raise CapacityError(
                 f"{NO_ROOM}session slots of this stage (raise --sessions, or close other sessions)",
                 needed=len(self._sessions) + 1,
                 available=self._n_slots,
             )
-        return orphan
+        return unowned
 
-    def _oldest_orphan(self, spare: Collection[SessionId]) -> SessionId | None:
-        orphans = [
-            (line.last_used, session)
-            for session, line in self._sessions.items()
-            if not line.owners and session not in spare
+    def _oldest_unowned(self, spare: Collection[SessionId]) -> SessionId | None:
+        found = [
+            (cached.last_used, session)
+            for session, cached in self._sessions.items()
+            if not cached.owners and session not in spare
         ]
-        return min(orphans)[1] if orphans else None
+        return min(found)[1] if found else None

@@ -54,4 +54,4 @@ class CallEnded:
     whole: bool = True
 
 
-Part = Reasoning | Content | CallBegun | CallArguments | CallEnded
+ReplyPart = Reasoning | Content | CallBegun | CallArguments | CallEnded

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ds4py.text.parts import CallArguments, Content, Part, Reasoning
+from ds4py.text.parts import CallArguments, Content, Reasoning, ReplyPart
 from ds4py.text.reasoning import ReasoningSplitter, n_begun
-from ds4py.text.tool_calls.block import Block
+from ds4py.text.tool_calls.block import CallBlock
 from ds4py.text.tool_calls.formats import CallFormat
 
 
@@ -21,7 +21,7 @@ class ReplySplitter:
     Args:
         thinking: The prompt opened the reasoning.
         calls: How the model writes calls; None: the answer is content whatever it spells.
-        may_think: The model may open the reasoning itself; see `Chat.may_think`.
+        may_think: The model may open the reasoning itself; see `ChatFormat.may_think`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ReplySplitter:
         self._bare = calls is not None and calls.bare
         self._held = ""
         self._space = ""
-        self._block: Block | None = None
+        self._block: CallBlock | None = None
         self._ended = False
 
     @property
@@ -79,12 +79,12 @@ class ReplySplitter:
         """All text behind the content, in no part if the block is `malformed`."""
         return self._space + self._block.raw if self._block else ""
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[ReplyPart]:
         """Take further text; return what is certain now. What follows the calls is dropped."""
         reasoning, answer = self._reasoning.push(text)
         return _joined([Reasoning(reasoning), *self._answer(answer)])
 
-    def finish(self, *, ended: bool) -> list[Part]:
+    def finish(self, *, ended: bool) -> list[ReplyPart]:
         """Return what was held back: no more text will come.
 
         Calls that broke off are ended, but not as whole: they may be half a command. If the model
@@ -102,7 +102,7 @@ class ReplySplitter:
                 self._held, self._block = self._space + self._block.raw, None
         return _joined([*parts, Content(self._held)])
 
-    def _answer(self, text: str) -> list[Part]:
+    def _answer(self, text: str) -> list[ReplyPart]:
         if self._format is None:
             return [Content(text)]
         if self._block is not None:
@@ -116,7 +116,7 @@ class ReplySplitter:
             if begun.startswith("{"):
                 return self._begin(len(self._held) - len(begun), "")
         tags = ((self._held.find(tag), tag) for tag, _ in self._format.tags)
-        found = min((place for place in tags if place[0] >= 0), default=None)
+        found = min((found_at for found_at in tags if found_at[0] >= 0), default=None)
         if found is not None:
             return self._begin(*found)
         n_tag = max(n_begun(self._held, tag) for tag, _ in self._format.tags)
@@ -124,16 +124,16 @@ class ReplySplitter:
         self._held = self._held[len(content) :]
         return [Content(content)]
 
-    def _begin(self, at: int, opening: str) -> list[Part]:
+    def _begin(self, at: int, opening: str) -> list[ReplyPart]:
         """Begin a block at a place of the text that is held back."""
         assert self._format is not None
         content = self._held[:at].rstrip()
         self._space, rest = self._held[len(content) : at], self._held[at + len(opening) :]
         self._held = ""
-        self._block = Block(self._format, opening)
+        self._block = CallBlock(self._format, opening)
         return [Content(content), *self._further(self._block, rest)]
 
-    def _further(self, block: Block, text: str) -> list[Part]:
+    def _further(self, block: CallBlock, text: str) -> list[ReplyPart]:
         parts = block.push(text)
         if not block.unreadable or block.opening or block.n_calls:
             return parts
@@ -142,9 +142,9 @@ class ReplySplitter:
         return self._answer(self._space + block.raw)
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _joined(parts: Iterable[ReplyPart]) -> list[ReplyPart]:
     """Return parts without empty ones, neighbours of one kind put together."""
-    joined: list[Part] = []
+    joined: list[ReplyPart] = []
     for part in parts:
         last = joined[-1] if joined else None
         match part, last:

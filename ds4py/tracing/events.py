@@ -47,7 +47,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SpanRef:
+class ChunkRef:
     """Which span an interval is about.
 
     Args:
@@ -64,7 +64,7 @@ class SpanRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class TraceEvent:
     """A piece of time of one stage.
 
     Args:
@@ -72,14 +72,14 @@ class Interval:
         phase: What it did.
         start: Microseconds on the clock of the process that records.
         usec: Length, not negative.
-        span: What it was about.
+        chunk: What it was about.
     """
 
     stage: str
     phase: Phase
     start: int
     usec: int
-    span: SpanRef
+    chunk: ChunkRef
 
     @property
     def end(self) -> int:
@@ -88,7 +88,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class TracedHop:
     """A remote stage: its name, and its first and last layer."""
 
     name: str
@@ -96,25 +96,25 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ResultTiming:
     """One RESULT as the coordinator received it.
 
     Args:
-        span: What was asked.
+        chunk: What was asked.
         hops: The route, in layer order.
         records: The telemetry of the RESULT; any peer may claim anything.
-        sent: When the span was given to the connection, as `Interval.start`.
+        sent: When the span was given to the connection, as `TraceEvent.start`.
         wait_usec: From then until the RESULT was read.
     """
 
-    span: SpanRef
-    hops: Sequence[Hop]
+    chunk: ChunkRef
+    hops: Sequence[TracedHop]
     records: Sequence[Telemetry]
     sent: int
     wait_usec: int
 
 
-def place(answer: Answer, busy_until: Mapping[str, int]) -> list[Interval]:
+def events_of(answer: ResultTiming, busy_until: Mapping[str, int]) -> list[TraceEvent]:
     """Lay out what the stages of a route say about one span.
 
     The intervals of a stage follow each other without gaps, and those of the next stage fill its
@@ -128,7 +128,7 @@ def place(answer: Answer, busy_until: Mapping[str, int]) -> list[Interval]:
     """
     records = {(r.layer_start, r.layer_end): r for r in answer.records}
     start, usec, lead = answer.sent, answer.wait_usec, 0
-    placed: list[Interval] = []
+    placed: list[TraceEvent] = []
     for hop in answer.hops:
         record = records.get(hop.layers)
         if record is None:
@@ -137,7 +137,7 @@ def place(answer: Answer, busy_until: Mapping[str, int]) -> list[Interval]:
         pieces = _pieces(record, usec, lead=lead, queued=queued)
         for phase, length in pieces:
             if length or phase is Phase.COMPUTE:
-                placed.append(Interval(hop.name, phase, start, length, answer.span))
+                placed.append(TraceEvent(hop.name, phase, start, length, answer.chunk))
             start += length
         _, _, (_, lead), (_, waited), (_, back) = pieces
         start, usec = start - back - waited - lead, lead + waited
@@ -168,7 +168,7 @@ def _pieces(record: Telemetry, usec: int, *, lead: int, queued: int) -> list[tup
     ]
 
 
-class Recorder:
+class TraceRecorder:
     """Keeps what was seen until somebody takes it.
 
     `add` may be called from any thread, `take` from one.
@@ -180,7 +180,7 @@ class Recorder:
     def __init__(self, limit: int = _LIMIT):
         self._limit = limit
         self._lock = threading.Lock()
-        self._seen: deque[Interval | Answer] = deque()
+        self._seen: deque[TraceEvent | ResultTiming] = deque()
         self._busy_until: dict[str, int] = {}
         self._dropped = 0
 
@@ -189,7 +189,7 @@ class Recorder:
         """Intervals and answers that found no room, ever."""
         return self._dropped
 
-    def add(self, *seen: Interval | Answer) -> None:
+    def add(self, *seen: TraceEvent | ResultTiming) -> None:
         """Keep what was seen, if there is room."""
         with self._lock:
             if len(self._seen) + len(seen) > self._limit:
@@ -197,16 +197,16 @@ class Recorder:
             else:
                 self._seen.extend(seen)
 
-    def take(self) -> list[Interval]:
-        """Return everything since the last call as intervals, answers laid out with `place`."""
+    def take(self) -> list[TraceEvent]:
+        """Return everything since the last call as intervals, answers laid out with `events_of`."""
         with self._lock:
             seen, self._seen = self._seen, deque()
         return [interval for item in seen for interval in self._intervals(item)]
 
-    def _intervals(self, item: Interval | Answer) -> Iterable[Interval]:
-        if isinstance(item, Interval):
+    def _intervals(self, item: TraceEvent | ResultTiming) -> Iterable[TraceEvent]:
+        if isinstance(item, TraceEvent):
             return [item]
-        placed = place(item, self._busy_until)
+        placed = events_of(item, self._busy_until)
         for interval in placed:
             if interval.phase is Phase.COMPUTE:
                 busy = self._busy_until.get(interval.stage, 0)
@@ -244,23 +244,23 @@ _SHARED: Final = (
 """Who has a moment in which a stage does several things: the first that is among them."""
 
 
-def stage_shares(intervals: Sequence[Interval]) -> dict[str, Shares]:
+def stage_shares(intervals: Sequence[TraceEvent]) -> dict[str, Shares]:
     """Return how each stage spent its time, in order of appearance.
 
     Args:
-        intervals: Of one run: all that `Recorder.take` returned for it. The run lasts from the
+        intervals: Of one run: all that `TraceRecorder.take` returned for it. The run lasts from the
             first beginning to the last end of any of them.
     """
     if not intervals:
         return {}
     total = max(i.end for i in intervals) - min(i.start for i in intervals)
-    by_stage: dict[str, list[Interval]] = {}
+    by_stage: dict[str, list[TraceEvent]] = {}
     for interval in intervals:
         by_stage.setdefault(interval.stage, []).append(interval)
     return {stage: _shares(own, total) for stage, own in by_stage.items()} if total else {}
 
 
-def _shares(intervals: list[Interval], total: int) -> Shares:
+def _shares(intervals: list[TraceEvent], total: int) -> Shares:
     covered = [0]
     for n in range(1, len(_SHARED) + 1):
         phases = {phase for group in _SHARED[:n] for phase in group}
@@ -269,7 +269,7 @@ def _shares(intervals: list[Interval], total: int) -> Shares:
     return Shares(compute=compute, wire=wire, wait=wait, idle=1.0 - covered[-1] / total)
 
 
-def _union(intervals: Iterator[Interval]) -> int:
+def _union(intervals: Iterator[TraceEvent]) -> int:
     """Return the microseconds that are in at least one interval."""
     covered, reached = 0, 0
     for interval in sorted(intervals, key=lambda i: i.start):
@@ -280,6 +280,6 @@ def _union(intervals: Iterator[Interval]) -> int:
     return covered
 
 
-def total_usec(seen: Sequence[Interval], *phases: Phase) -> int:
+def total_usec(seen: Sequence[TraceEvent], *phases: Phase) -> int:
     """Return the length of all intervals of some phases."""
     return sum(interval.usec for interval in seen if interval.phase in phases)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, Final
 
-from ds4py.tracing.events import Interval, Phase, Recorder
+from ds4py.tracing.events import Phase, TraceEvent, TraceRecorder
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ _MAX_LANES: Final = 64
 _JOIN_SECONDS: Final = 5.0
 _PHASES: Final = tuple(Phase)
 
-Event = dict[str, Any]
+ChromeEvent = dict[str, Any]
 
 
-class TraceEvents:
+class ChromeEvents:
     """Turns intervals into events; used by one thread.
 
     Args:
@@ -44,11 +44,11 @@ class TraceEvents:
         self._lanes: dict[tuple[int, Phase], list[int]] = {}
         self._process = process
 
-    def header(self) -> list[Event]:
+    def header(self) -> list[ChromeEvent]:
         """Return the events that a trace begins with."""
         return list(self._introduce(self._process))
 
-    def events(self, intervals: Iterable[Interval]) -> Iterator[Event]:
+    def events(self, intervals: Iterable[TraceEvent]) -> Iterator[ChromeEvent]:
         """Yield an event for each interval, after what names its tracks."""
         for interval in sorted(intervals, key=lambda i: i.start):
             if interval.stage not in self._pids:
@@ -66,11 +66,11 @@ class TraceEvents:
             lanes[lane] = max(lanes[lane], interval.end)
             yield _complete(interval, pid, tid)
 
-    def dropped(self, total: int) -> Event:
+    def dropped(self, total: int) -> ChromeEvent:
         """Return the event that says how much is missing."""
         return _metadata("dropped_intervals", self._own, 0, dropped=total)
 
-    def _introduce(self, stage: str) -> Iterator[Event]:
+    def _introduce(self, stage: str) -> Iterator[ChromeEvent]:
         pid = self._pids[stage]
         yield _metadata("process_name", pid, 0, name=stage)
         yield _metadata("process_sort_index", pid, 0, sort_index=list(self._pids).index(stage))
@@ -84,27 +84,27 @@ def _free_lane(lanes: list[int], start: int) -> int:
     return min(len(lanes), _MAX_LANES - 1)
 
 
-def _metadata(what: str, pid: int, tid: int, **args: object) -> Event:
+def _metadata(what: str, pid: int, tid: int, **args: object) -> ChromeEvent:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def _complete(interval: Interval, pid: int, tid: int) -> Event:
-    span = interval.span
-    step = "decode" if span.n_tokens == 1 else "prefill"
-    last = "" if span.n_tokens == 1 else f"-{span.pos0 + span.n_tokens - 1}"
+def _complete(interval: TraceEvent, pid: int, tid: int) -> ChromeEvent:
+    chunk = interval.chunk
+    step = "decode" if chunk.n_tokens == 1 else "prefill"
+    last = "" if chunk.n_tokens == 1 else f"-{chunk.pos0 + chunk.n_tokens - 1}"
     return {
         "ph": "X",
-        "name": f"{step} {span.pos0}{last}",
+        "name": f"{step} {chunk.pos0}{last}",
         "cat": f"{interval.phase.value},{step}",
         "ts": interval.start,
         "dur": interval.usec,
         "pid": pid,
         "tid": tid,
         "args": {
-            "pos0": span.pos0,
-            "tokens": span.n_tokens,
-            "session": f"{span.session:016x}",
-            "request": span.request,
+            "pos0": chunk.pos0,
+            "tokens": chunk.n_tokens,
+            "session": f"{chunk.session:016x}",
+            "request": chunk.request,
         },
     }
 
@@ -115,14 +115,14 @@ class TraceWriter:
     Args:
         recorder: Nobody else takes from it.
         out: Not closed here. Unbuffered, so that what was written survives the process.
-        process: As in `TraceEvents`.
-        pid: As in `TraceEvents`.
+        process: As in `ChromeEvents`.
+        pid: As in `ChromeEvents`.
     """
 
-    def __init__(self, recorder: Recorder, out: BinaryIO, *, process: str, pid: int):
+    def __init__(self, recorder: TraceRecorder, out: BinaryIO, *, process: str, pid: int):
         self._recorder = recorder
         self._out = out
-        self._events = TraceEvents(process, pid)
+        self._events = ChromeEvents(process, pid)
         self._broken = False
         self._reported = 0
         self._closing = threading.Event()
@@ -165,5 +165,5 @@ class TraceWriter:
             log.warning("the trace ends here: %s", e.strerror)
 
 
-def _line(event: Event) -> bytes:
+def _line(event: ChromeEvent) -> bytes:
     return json.dumps(event, separators=(",", ":")).encode()

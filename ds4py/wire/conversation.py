@@ -110,7 +110,7 @@ NOTICES: Final = frozenset(
 """What may be said at any time between peers that have exchanged extension hellos."""
 
 
-class Conversation:
+class ProtocolState:
     """One end of one connection.
 
     Args:

@@ -48,7 +48,6 @@ __all__ = [
     "ErrorText",
     "Hello",
     "LoadBegin",
-    "Message",
     "Result",
     "ResultKind",
     "SaveRequest",
@@ -57,6 +56,7 @@ __all__ = [
     "SnapshotDone",
     "SnapshotRecord",
     "Telemetry",
+    "WireMessage",
     "Work",
     "WorkFlags",
     "WorkHeader",
@@ -155,7 +155,7 @@ class ErrorText:
         return encode_frame(FrameType.ERROR, self.message)
 
 
-Message = (
+WireMessage = (
     Hello
     | ErrorText
     | Work
@@ -168,7 +168,7 @@ Message = (
 )
 
 
-def encode(message: Message) -> list[Buffer]:
+def encode(message: WireMessage) -> list[Buffer]:
     """Return the pieces of one frame for a scatter send.
 
     Raises:
@@ -177,7 +177,7 @@ def encode(message: Message) -> list[Buffer]:
     return message.encode()
 
 
-def decode(frame: Frame) -> Message:
+def decode(frame: Frame) -> WireMessage:
     """Return the message in a frame; payloads are views into the frame's body.
 
     A worker reads WORK, SAVE_REQ and LOAD_BEGIN with the two-step functions instead, because its

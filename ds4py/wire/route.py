@@ -28,7 +28,7 @@ _HOST_ENCODING: Final = "latin-1"
 
 
 @dataclass(frozen=True, slots=True)
-class RouteEntry:
+class HopEntry:
     """One hop.
 
     Args:
@@ -50,7 +50,7 @@ class RouteEntry:
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 
-def encode_route(entries: Sequence[RouteEntry]) -> bytes:
+def encode_route(entries: Sequence[HopEntry]) -> bytes:
     """Return the blob: every hop, then the return record.
 
     Raises:
@@ -66,7 +66,7 @@ def encode_route(entries: Sequence[RouteEntry]) -> bytes:
     return blob
 
 
-def _encode_entry(entry: RouteEntry) -> bytes:
+def _encode_entry(entry: HopEntry) -> bytes:
     try:
         host = entry.host.encode(_HOST_ENCODING)
     except UnicodeEncodeError as error:
@@ -76,7 +76,7 @@ def _encode_entry(entry: RouteEntry) -> bytes:
     return pack(_ENTRY, "route entry", *fields) + host
 
 
-def decode_route(blob: memoryview, route_count: int, n_layers: int) -> tuple[RouteEntry, ...]:
+def decode_route(blob: memoryview, route_count: int, n_layers: int) -> tuple[HopEntry, ...]:
     """Check a blob and return its hops.
 
     Args:
@@ -92,8 +92,8 @@ def decode_route(blob: memoryview, route_count: int, n_layers: int) -> tuple[Rou
 
 
 @lru_cache(maxsize=_KEPT_ROUTES)  # each token of a session brings the same bytes again
-def _decode_route(blob: bytes, route_count: int, n_layers: int) -> tuple[RouteEntry, ...]:
-    entries: list[RouteEntry] = []
+def _decode_route(blob: bytes, route_count: int, n_layers: int) -> tuple[HopEntry, ...]:
+    entries: list[HopEntry] = []
     rest = memoryview(blob)
     for _ in range(route_count):
         entry, rest = _decode_entry(rest, n_layers)
@@ -104,7 +104,7 @@ def _decode_route(blob: bytes, route_count: int, n_layers: int) -> tuple[RouteEn
     return tuple(entries)
 
 
-def _decode_entry(rest: memoryview, n_layers: int) -> tuple[RouteEntry, memoryview]:
+def _decode_entry(rest: memoryview, n_layers: int) -> tuple[HopEntry, memoryview]:
     if len(rest) < _ENTRY.size:
         _refuse("truncated route entry")
     host_len, port, layer_start, layer_end, flags = _ENTRY.unpack_from(rest)
@@ -123,7 +123,7 @@ def _decode_entry(rest: memoryview, n_layers: int) -> tuple[RouteEntry, memoryvi
     if flags and layer_end + 1 != n_layers:
         _refuse("route logits require final layer")
     name = host.decode(_HOST_ENCODING)
-    return RouteEntry(name, port, layer_start, layer_end, bool(flags)), rest[host_len:]
+    return HopEntry(name, port, layer_start, layer_end, bool(flags)), rest[host_len:]
 
 
 def _check_return(rest: memoryview) -> None:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ds4py.errors import RemoteProtocolError
 from ds4py.wire.frames import MAX_HOPS, Buffer, FrameType, encode_frame, pack, printable, wire_text
-from ds4py.wire.route import RouteEntry
+from ds4py.wire.route import HopEntry
 from ds4py.wire.snapshot_messages import decode_tokens, encode_tokens
 
 _WORK: Final = struct.Struct(">IQQQQ11I")
@@ -197,7 +197,7 @@ class Work:
         )
 
 
-def forwarded(work: Work, next_entry: RouteEntry, hidden: memoryview, bits: int) -> Work:
+def forwarded(work: Work, next_entry: HopEntry, hidden: memoryview, bits: int) -> Work:
     """Return the WORK for the next hop (spec 5.4).
 
     Args:

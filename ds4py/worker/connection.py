@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ds4py.config import Address, SocketConfig, WorkerTuning
-from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork
+from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, SessionId
 from ds4py.errors import (
     CancelledError,
     CapacityError,
@@ -26,18 +26,18 @@ from ds4py.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from ds4py.peer.known_peers import Acquaintances
+from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.liveness import Heartbeat, agreed_timeout
 from ds4py.peer.validation import AcceptedWork, WorkerFacts, check_work
-from ds4py.stage.aborts import CalledOff
+from ds4py.stage.aborts import AbortedRequests
 from ds4py.stage.executor import DeviceJob, DeviceThread
 from ds4py.stage.scheduler import MAX_BATCH
-from ds4py.stage.session_table import Claim, Timeline, Timelines
-from ds4py.tracing.events import Recorder
+from ds4py.stage.session_table import AdmissionRequest, CachedSession, SessionTable
+from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
 from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
-from ds4py.wire.conversation import Conversation
+from ds4py.wire.conversation import ProtocolState
 from ds4py.wire.extensions import (
     Alive,
     Cancel,
@@ -58,11 +58,11 @@ from ds4py.wire.messages import (
     forwarded,
 )
 from ds4py.wire.work_messages import RESET_SESSION, RelayedResult
-from ds4py.worker.credits import Places
-from ds4py.worker.forwarder import Answer, Dial, Forwarder, Forwarders
+from ds4py.worker.credits import Credits
+from ds4py.worker.forwarder import DialHop, Forwarder, Forwarders, Outcome
 from ds4py.worker.kv_transfer import MAX_TRANSFERS, ShardService
 from ds4py.worker.profile import profile_stage
-from ds4py.worker.result_frames import final_result, telemetry_of, wanted
+from ds4py.worker.result_frames import final_result, output_kind_of, telemetry_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,38 +80,38 @@ class Stage:
     Args:
         facts: The slice, for checking spans.
         device: The one device.
-        timelines: Sessions; touched on the device thread only, but for `orphan`.
+        session_table: Sessions; touched on the device thread only, but for `disown`.
         tuning: Queues.
         sockets: Socket options.
         hello: The answer to another ds4py's handshake.
         dial: Connects to a next hop.
         hop_lost: Closes every connection of the worker to a next hop.
-        called_off: Spans that need not be evaluated.
-        acquaintances: Of the whole worker.
+        aborted: Spans that need not be evaluated.
+        known_peers: Of the whole worker.
         transfers: Shards that may be in memory.
         trace: Where single spans leave their times; None keeps none.
     """
 
     facts: WorkerFacts
     device: DeviceThread
-    timelines: Timelines
+    session_table: SessionTable
     tuning: WorkerTuning
     sockets: SocketConfig
     hello: PeerHello
-    dial: Dial
+    dial: DialHop
     hop_lost: Callable[[Address], None]
-    called_off: CalledOff
-    acquaintances: Acquaintances
+    aborted: AbortedRequests
+    known_peers: PeerIdentityLog
     transfers: threading.Semaphore = field(
         default_factory=lambda: threading.Semaphore(MAX_TRANSFERS)
     )
-    trace: Recorder | None = None
+    trace: TraceRecorder | None = None
 
     def drop(self, session: SessionId) -> None:
         """Free a session's caches once what waits of it for the device is done."""
 
-        def free(runner: SliceRunner) -> None:
-            self.timelines.forget(session)
+        def free(runner: ModelRunner) -> None:
+            self.session_table.forget(session)
             runner.drop(session)
 
         self.device.post(free, session=session)
@@ -130,12 +130,12 @@ class Stage:
             try:
                 return step()
             except CapacityError:
-                orphan = self.timelines.give_up(spare)
-                if orphan is None:
+                unowned = self.session_table.evict(spare)
+                if unowned is None:
                     raise
-                self.device.runner.drop(orphan)
+                self.device.runner.drop(unowned)
 
-    def copy_head(self, fork: Fork, owner: Hashable) -> None:
+    def copy_prefix(self, fork: Fork, owner: Hashable) -> None:
         """Let a session begin as another one did, on the device thread.
 
         Raises:
@@ -144,31 +144,31 @@ class Stage:
         """
         source, target = SessionId(fork.session_from), SessionId(fork.session_to)
         runner, spare = self.device.runner, (source, target)
-        tokens = self.timelines.head(source, fork.n_tokens, fork.prefix_hash)
-        for gone in self.timelines.vacate(target, spare):
+        tokens = self.session_table.prefix(source, fork.n_tokens, fork.prefix_hash)
+        for gone in self.session_table.reserve_slot(target, spare):
             runner.drop(gone)
         self.with_room(lambda: runner.fork(source, target, fork.n_tokens), spare)
-        self.timelines.adopt(target, tokens, fork.prefix_hash, owner)
+        self.session_table.insert(target, tokens, fork.prefix_hash, owner)
 
 
 @dataclass(slots=True)
-class _Passage:
+class _PendingRequest:
     """A span on its way through the stage.
 
     Args:
         accepted: What was asked for.
-        claim: The same, for its timeline.
+        asked: The same, for its timeline.
         forwarder: The way to the next hop; None on the last one.
-        line: The timeline that it continues, once the device was given it.
+        cached: The timeline that it continues, once the device was given it.
     """
 
     accepted: AcceptedWork
-    claim: Claim
+    asked: AdmissionRequest
     forwarder: Forwarder | None
-    line: Timeline | None = None
+    cached: CachedSession | None = None
 
 
-class Upstream:
+class DataConnection:
     """Serves one connection.
 
     Args:
@@ -185,7 +185,7 @@ class Upstream:
         connection: Connection,
         stage: Stage,
         name: str,
-        conversation: Conversation,
+        conversation: ProtocolState,
         peer: PeerHello | None = None,
     ):
         self._connection = connection
@@ -193,8 +193,8 @@ class Upstream:
         self._name = name
         self._conversation = conversation
         tuning = stage.tuning
-        self._room = Places(tuning.prefetch_depth + 1 if tuning.prefetch else 1)
-        self._token_room = Places(MAX_BATCH) if tuning.prefetch else self._room
+        self._room = Credits(tuning.prefetch_depth + 1 if tuning.prefetch else 1)
+        self._token_room = Credits(MAX_BATCH) if tuning.prefetch else self._room
         self._outbox = Outbox(
             connection,
             depth=_RESULT_DEPTH,
@@ -202,7 +202,7 @@ class Upstream:
             timeout=stage.sockets.send_timeout,
         )
         self._profile = profile_stage(
-            stage.trace, stage.facts.span, name, log_decode=tuning.decode_profile
+            stage.trace, stage.facts.layers, name, log_decode=tuning.decode_profile
         )
         self._patience = float("inf")
         self._forwarders = Forwarders(
@@ -241,7 +241,7 @@ class Upstream:
         self._dropped = True
         self.close()
         self._forwarders.close()
-        self._stage.timelines.orphan(self)
+        self._stage.session_table.disown(self)
         return parting
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ class Upstream:
     def _meet(self, peer: PeerHello) -> None:
         """Take note of who the peer is, and watch it if it wants that."""
         self._patience = _DIAL_SECONDS
-        self._stage.acquaintances.meet(f"{peer.role} {self._connection.peer.host}", peer)
+        self._stage.known_peers.meet(f"{peer.role} {self._connection.peer.host}", peer)
         timeout = agreed_timeout(self._stage.hello.alive_timeout, peer.alive_timeout)
         if timeout is not None:
             self._heartbeat = Heartbeat(self._connection, self._outbox, timeout, self._silent)
@@ -319,7 +319,7 @@ class Upstream:
             case Alive():
                 pass  # its arrival was all
             case Cancel(session_id, last_request):
-                self._stage.called_off.mark(SessionId(session_id), last_request)
+                self._stage.aborted.mark(SessionId(session_id), last_request)
             case Drop(session_id):
                 self._stage.drop(SessionId(session_id))
             case HopLost(host, port):
@@ -328,15 +328,15 @@ class Upstream:
                 self._fork(fork)
 
     def _fork(self, fork: Fork) -> None:
-        """Copy the head of a session once what waits of the other one for the device is done."""
+        """Copy the prefix of a session once what waits of the other one for the device is done."""
 
-        def copy(_: SliceRunner) -> None:
+        def copy(_: ModelRunner) -> None:
             try:
-                self._stage.copy_head(fork, self)
+                self._stage.copy_prefix(fork, self)
             except Ds4Error as e:  # the span that continues it is refused as well
                 log.debug("%s: the head of a session is not copied: %s", self._name, e)
             if self._dropped:  # it came to be ours after our sessions were given up
-                self._stage.timelines.orphan(self)
+                self._stage.session_table.disown(self)
 
         self._stage.device.post(copy, session=SessionId(fork.session_to))
 
@@ -350,13 +350,13 @@ class Upstream:
             self._profile.arrived(verdict.work)
         forwarder = self._forwarder(verdict)
         room = self._room_for(verdict)
-        while not room.take(timeout=_POLL_SECONDS):
+        while not room.acquire(timeout=_POLL_SECONDS):
             if self._connection.closed:  # then nobody gives room back any more
                 return
         with self._lock:
             self._unfinished += 1
         work = verdict.work
-        claim = Claim(
+        asked = AdmissionRequest(
             session=SessionId(work.session_id),
             tokens=work.tokens,
             pos0=work.pos0,
@@ -364,14 +364,14 @@ class Upstream:
             result_hash=work.result_hash,
             reset=bool(int(work.flags) & RESET_SESSION),
         )
-        passage = _Passage(verdict, claim, forwarder)
+        pending = _PendingRequest(verdict, asked, forwarder)
         self._stage.device.submit(
             DeviceJob(
-                claim.session,
-                lambda: self._admit(verdict, claim),
-                lambda result: self._finish(passage, result),
+                asked.session,
+                lambda: self._admit(verdict, asked),
+                lambda result: self._finish(pending, result),
                 is_decode=work.n_tokens == 1,
-                queued=lambda: self._queued(passage),
+                queued=lambda: self._queued(pending),
             )
         )
 
@@ -393,54 +393,58 @@ class Upstream:
         end = time.monotonic() + self._patience
         return self._stage.dial(address, lambda: stopped() or time.monotonic() >= end)
 
-    def _admit(self, accepted: AcceptedWork, claim: Claim) -> SliceWork:
+    def _admit(self, accepted: AcceptedWork, asked: AdmissionRequest) -> ForwardRequest:
         """Check the session on the device thread and prepare its caches."""
         if self._dropped:
             raise CancelledError("the connection that asked is gone")
-        if self._stage.called_off.covers(claim.session, accepted.work.request_id):
+        if self._stage.aborted.covers(asked.session, accepted.work.request_id):
             raise CancelledError("cancelled")
         runner = self._stage.device.runner
-        admission = self._stage.timelines.admit(claim, self)
+        admission = self._stage.session_table.admit(asked, self)
         if admission.evict is not None:
             runner.drop(admission.evict)
         if admission.rewind_to is not None:
-            runner.rewind(claim.session, admission.rewind_to)
-        end = claim.pos0 + len(claim.tokens)
-        self._stage.with_room(lambda: runner.reserve(claim.session, end), (claim.session,))
+            runner.rewind(asked.session, admission.rewind_to)
+        end = asked.pos0 + len(asked.tokens)
+        self._stage.with_room(lambda: runner.reserve(asked.session, end), (asked.session,))
         if self._profile is not None:
             self._profile.started(accepted.work.request_id)
-        return SliceWork(
-            session=claim.session,
-            tokens=claim.tokens,
-            pos0=claim.pos0,
+        return ForwardRequest(
+            session=asked.session,
+            tokens=asked.tokens,
+            pos0=asked.pos0,
             hidden=accepted.hidden,
             reset=admission.reset,
-            want=wanted(accepted),
+            output_kind=output_kind_of(accepted),
             reply_bits=accepted.work.bits,
         )
 
-    def _queued(self, passage: _Passage) -> None:
+    def _queued(self, pending: _PendingRequest) -> None:
         """Record that the device was given a span, on its thread: the next one may follow."""
-        stage, session = self._stage, passage.claim.session
-        passage.line = stage.timelines.commit(passage.claim)
-        if stage.timelines.get(session) is None:  # given up since the span was admitted
+        stage, session = self._stage, pending.asked.session
+        pending.cached = stage.session_table.commit(pending.asked)
+        if stage.session_table.get(session) is None:  # given up since the span was admitted
             stage.device.runner.drop(session)
 
-    def _finish(self, passage: _Passage, output: SliceOutput | Ds4Error) -> None:
+    def _finish(self, pending: _PendingRequest, output: ForwardOutput | Ds4Error) -> None:
         """Record what the device did and send it on its way, on the device thread."""
-        accepted, claim, forwarder = passage.accepted, passage.claim, passage.forwarder
-        if isinstance(output, SliceOutput) and passage.line is not None and not passage.line.valid:
+        accepted, asked, forwarder = pending.accepted, pending.asked, pending.forwarder
+        if (
+            isinstance(output, ForwardOutput)
+            and pending.cached is not None
+            and not pending.cached.valid
+        ):
             output = ClusterError("an earlier span of the session failed")
         try:
             if self._profile is not None:
                 request, goes_on = accepted.work.request_id, forwarder is not None
                 self._profile.evaluated(request, output, forwarded=goes_on)
-            if isinstance(output, SliceOutput):
+            if isinstance(output, ForwardOutput):
                 self._deliver(accepted, forwarder, output)
             else:
-                self._stage.timelines.evaluation_failed(claim, output, passage.line)
+                self._stage.session_table.evaluation_failed(asked, output, pending.cached)
                 level = logging.DEBUG if isinstance(output, CancelledError) else logging.WARNING
-                log.log(level, "%s: span at %d failed: %s", self._name, claim.pos0, output)
+                log.log(level, "%s: span at %d failed: %s", self._name, asked.pos0, output)
                 refusal = error_result(accepted.work.request_id, str(output))
                 self._outbox.put(encode(refusal), lambda _: self._answered(accepted))
         except TransportError as e:
@@ -451,14 +455,14 @@ class Upstream:
             self._answered(accepted)
             self._connection.close()
         if self._dropped:  # it was admitted for us after our sessions were given up
-            self._stage.timelines.orphan(self)
+            self._stage.session_table.disown(self)
 
-    def _room_for(self, accepted: AcceptedWork) -> Places:
+    def _room_for(self, accepted: AcceptedWork) -> Credits:
         return self._token_room if len(accepted.work.tokens) == 1 else self._room
 
     def _answered(self, accepted: AcceptedWork) -> None:
         """Take note that a RESULT of our own was sent."""
-        self._room_for(accepted).give_back()
+        self._room_for(accepted).release()
         self._concluded()
 
     def _concluded(self) -> None:
@@ -468,7 +472,7 @@ class Upstream:
             if self._draining:
                 self._changed.notify_all()
 
-    def _relay(self, result: Answer) -> None:
+    def _relay(self, result: Outcome) -> None:
         """Send the RESULT of a span that was forwarded."""
         if self._profile is not None:
             self._profile.relayed(result if isinstance(result, Result) else _own_part(result))
@@ -478,7 +482,7 @@ class Upstream:
             self._concluded()
 
     def _deliver(
-        self, accepted: AcceptedWork, forwarder: Forwarder | None, output: SliceOutput
+        self, accepted: AcceptedWork, forwarder: Forwarder | None, output: ForwardOutput
     ) -> None:
         work, telemetry = accepted.work, telemetry_of(accepted, output)
         if forwarder is None:
@@ -488,7 +492,7 @@ class Upstream:
         assert output.hidden is not None
         assert accepted.next_entry is not None
         onward = forwarded(work, accepted.next_entry, output.hidden.data, work.bits)
-        forwarder.forward(onward, telemetry, self._room_for(accepted).give_back)
+        forwarder.forward(onward, telemetry, self._room_for(accepted).release)
 
 
 def _own_part(relayed: RelayedResult) -> Result:

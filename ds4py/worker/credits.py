@@ -11,7 +11,7 @@ import queue
 from ds4py.stage.mailbox import Mailbox
 
 
-class Places:
+class Credits:
     """A semaphore whose free places lie in a `Mailbox`.
 
     `threading.Semaphore` notifies through a condition: taking and giving back one place of it are
@@ -26,7 +26,7 @@ class Places:
         for _ in range(n_places):
             self._free.put(None)
 
-    def take(self, *, timeout: float) -> bool:
+    def acquire(self, *, timeout: float) -> bool:
         """Take a place, waiting for one if need be; False if none became free in time.
 
         Args:
@@ -38,6 +38,6 @@ class Places:
             return False
         return True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Free a place that was taken; never waits."""
         self._free.put(None)

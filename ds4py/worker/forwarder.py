@@ -31,15 +31,15 @@ from ds4py.wire.work_messages import RelayedResult, ResultHeader
 
 log = logging.getLogger(__name__)
 
-Answer = Result | RelayedResult
-Reply = Callable[[Answer], None]
-Dial = Callable[[Address, Callable[[], bool]], Connection]
+Outcome = Result | RelayedResult
+DeliverOutcome = Callable[[Outcome], None]
+DialHop = Callable[[Address, Callable[[], bool]], Connection]
 _SEND_SECONDS: Final = 60.0
 _MAX_NEXT_HOPS: Final = 16
 
 
 @dataclass(slots=True, eq=False)
-class _Span:
+class _SentChunk:
     """One span on its way: `departed` is called once, when it holds no memory here any more."""
 
     request_id: int
@@ -102,14 +102,14 @@ class Forwarder:
         reply: Sends a RESULT upstream; raises `TransportError` if upstream is gone.
     """
 
-    def __init__(self, address: Address, *, window: int, dial: Dial, reply: Reply):
+    def __init__(self, address: Address, *, window: int, dial: DialHop, reply: DeliverOutcome):
         self.address = address
         self.window = window
         self._dial = dial
         self._reply = reply
         self._lock = threading.RLock()
-        self._waiting: deque[_Span] = deque()  # for the connection, or for the window to open
-        self._pending: dict[int, _Span] = {}  # given to the connection that stands
+        self._waiting: deque[_SentChunk] = deque()  # for the connection, or for the window to open
+        self._pending: dict[int, _SentChunk] = {}  # given to the connection that stands
         self._downstream: _Downstream | None = None
         self._dialling = False
         self._closed = False
@@ -123,7 +123,7 @@ class Forwarder:
             departed: Called once, from any thread, when the span was sent or given up; until then
                 the caller should take no more spans.
         """
-        span = _Span(work.request_id, encode(work), telemetry, departed)
+        span = _SentChunk(work.request_id, encode(work), telemetry, departed)
         with self._lock:
             problem = self._problem(work.request_id)
             if problem is None:
@@ -156,7 +156,7 @@ class Forwarder:
             self._pending[span.request_id] = span
             self._send(self._downstream, span)
 
-    def _has_room(self, span: _Span) -> bool:
+    def _has_room(self, span: _SentChunk) -> bool:
         """Whether the window is open; single tokens have one of their own, for a whole batch."""
         is_token = span.is_token
         n_alike = sum(other.is_token == is_token for other in self._pending.values())
@@ -187,7 +187,7 @@ class Forwarder:
             given_up, self._waiting = self._waiting, deque()
         self._fail(given_up, reason)
 
-    def _send(self, downstream: _Downstream, span: _Span) -> None:
+    def _send(self, downstream: _Downstream, span: _SentChunk) -> None:
         def sent(seconds: float) -> None:
             with self._lock:
                 span.send_usec = int(seconds * 1e6)
@@ -229,7 +229,7 @@ class Forwarder:
 
     def lost(self, downstream: _Downstream, reason: str) -> None:
         """Forget a dead connection: what it had is answered with an error, the rest dials anew."""
-        given_up: list[_Span] = []
+        given_up: list[_SentChunk] = []
         with self._lock:
             current = self._downstream is downstream
             if current:  # before it is closed: whoever sees it closed finds it forgotten
@@ -243,7 +243,7 @@ class Forwarder:
             log.warning("next hop %s: %s", self.address, reason)
         self._fail(given_up, f"next hop {self.address}: {reason}")
 
-    def _fail(self, spans: Iterable[_Span], text: str) -> None:
+    def _fail(self, spans: Iterable[_SentChunk], text: str) -> None:
         for span in spans:
             with self._lock:
                 span.depart()
@@ -272,7 +272,7 @@ class Forwarders:
         reply: Sends a RESULT upstream.
     """
 
-    def __init__(self, *, window: int, dial: Dial, reply: Reply):
+    def __init__(self, *, window: int, dial: DialHop, reply: DeliverOutcome):
         self._window = window
         self._dial = dial
         self._reply = reply

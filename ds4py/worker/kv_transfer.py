@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from ds4py.contracts import SessionId, SliceRunner
+from ds4py.contracts import ModelRunner, SessionId
 from ds4py.errors import (
     CancelledError,
     CapacityError,
@@ -38,10 +38,10 @@ from ds4py.peer.shard_transfer import (
 )
 from ds4py.peer.validation import Faults, WorkerFacts
 from ds4py.snapshot import shard_sizes
-from ds4py.stage.session_table import Timeline
+from ds4py.stage.session_table import CachedSession
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
-from ds4py.wire.conversation import Conversation
+from ds4py.wire.conversation import ProtocolState
 from ds4py.wire.frames import Frame, FrameType, wire_text
 from ds4py.wire.messages import (
     LoadBegin,
@@ -82,7 +82,7 @@ class ShardService:
         self,
         connection: Connection,
         outbox: Outbox,
-        conversation: Conversation,
+        conversation: ProtocolState,
         *,
         stage: Stage,
         owner: Hashable,
@@ -148,8 +148,8 @@ class ShardService:
         """Copy the shard on the device thread."""
         session = SessionId(request.session_id)
 
-        def copy(runner: SliceRunner) -> list[memoryview]:
-            _raise_first(_timeline_faults(request, self._stage.timelines.get(session)))
+        def copy(runner: ModelRunner) -> list[memoryview]:
+            _raise_first(_timeline_faults(request, self._stage.session_table.get(session)))
             return runner.save_cache(session)
 
         return self._stage.device.call(copy, timeout=_DEVICE_SECONDS, session=session)
@@ -175,8 +175,8 @@ class ShardService:
             session_id=0 if request is None else request.session_id,
             request_id=0 if request is None else request.request_id,
             token_hash=0 if request is None or refusal else request.token_hash,
-            layer_start=facts.span.start,
-            layer_end=facts.span.end,
+            layer_start=facts.layers.start,
+            layer_end=facts.layers.end,
             payload_bytes=n_bytes,
             status=int(bool(refusal)),
             message=refusal,
@@ -186,8 +186,8 @@ class ShardService:
 
     def _receive(self, begin: LoadBegin, arrival: Arrival) -> None:
         """Read the shard; one that is too short is read as well, so that the connection goes on."""
-        span, card = self._stage.facts.span, self._stage.device.runner.card
-        expected = shard_sizes(saved_sizes(card), span, begin.token_count)
+        layers, card = self._stage.facts.layers, self._stage.device.runner.card
+        expected = shard_sizes(saved_sizes(card), layers, begin.token_count)
         if arrival.n_bytes in expected:
             arrival.take_memory()
         if arrival.n_bytes <= expected[-1]:
@@ -195,24 +195,24 @@ class ShardService:
                 arrival.receive(self._connection)
         if arrival.n_bytes not in expected:
             raise SnapshotError(
-                f"shard of layers {span} after {begin.token_count} tokens: "
+                f"shard of layers {layers} after {begin.token_count} tokens: "
                 f"{arrival.n_bytes} bytes, expected {' or '.join(map(str, expected))}"
             )
 
     def _replace(self, begin: LoadBegin, payload: memoryview) -> None:
         """Put the shard in the session's place on the device thread."""
-        session, timelines = SessionId(begin.session_id), self._stage.timelines
+        session, session_table = SessionId(begin.session_id), self._stage.session_table
         given_up = threading.Event()
 
-        def replace(runner: SliceRunner) -> None:
+        def replace(runner: ModelRunner) -> None:
             if given_up.is_set() or self._connection.closed:
                 raise CancelledError("the connection that sent the session is gone")
-            for gone in timelines.vacate(session):
+            for gone in session_table.reserve_slot(session):
                 runner.drop(gone)
             self._stage.with_room(
                 lambda: runner.load_cache(session, begin.token_count, payload), (session,)
             )
-            timelines.adopt(session, begin.tokens, begin.token_hash, self._owner)
+            session_table.insert(session, begin.tokens, begin.token_hash, self._owner)
 
         try:
             self._stage.device.call(replace, timeout=_DEVICE_SECONDS, session=session)
@@ -255,23 +255,23 @@ def _raise_first(faults: Faults) -> None:
 def _save_faults(request: SaveRequest, facts: WorkerFacts) -> Faults:
     """Row 2 of the table in spec 2.5."""
     asked = (request.model_id, request.layer_start, request.layer_end)
-    if asked != (facts.model_id, facts.span.start, facts.span.end):
+    if asked != (facts.model_id, facts.layers.start, facts.layers.end):
         yield "S-STATE", "snapshot save request does not match worker state"
     if request.token_count > facts.n_ctx:
         yield "S-STATE", "snapshot save request does not match worker state"
 
 
-def _timeline_faults(request: SaveRequest, line: Timeline | None) -> Faults:
+def _timeline_faults(request: SaveRequest, cached: CachedSession | None) -> Faults:
     """Rows 3 to 5; the rolling hash of a timeline is always that of its tokens."""
-    if line is None:
+    if cached is None:
         yield "S-NOSESSION", "worker has no distributed session to snapshot"
         return
-    if len(line.tokens) != request.token_count:
-        both = f"worker={len(line.tokens)} request={request.token_count}"
+    if len(cached.tokens) != request.token_count:
+        both = f"worker={len(cached.tokens)} request={request.token_count}"
         yield "S-COUNT", f"snapshot token count mismatch: {both}"
-    if not line.valid or line.hash != request.token_hash:
+    if not cached.valid or cached.hash != request.token_hash:
         yield "S-HASH", "snapshot token hash mismatch"
-    if not line.tokens:  # the caches may still hold what was there before a reset
+    if not cached.tokens:  # the caches may still hold what was there before a reset
         yield "S-IO", "worker session has no tokens to snapshot"
 
 
@@ -285,6 +285,6 @@ def _load_faults(begin: LoadBegin, facts: WorkerFacts) -> Faults:
     if prefix_hash(begin.tokens) != begin.token_hash:
         yield "L-HASH", "snapshot load token hash mismatch"
     sent = (begin.model_id, begin.layer_start, begin.layer_end)
-    fits = sent == (facts.model_id, facts.span.start, facts.span.end)
+    fits = sent == (facts.model_id, facts.layers.start, facts.layers.end)
     if not fits or begin.token_count > facts.n_ctx:
         yield "L-STATE", "snapshot load request does not match worker state"

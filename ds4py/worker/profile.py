@@ -10,14 +10,14 @@ import logging
 from dataclasses import dataclass, field
 from typing import Final
 
-from ds4py.contracts import SliceOutput
+from ds4py.contracts import ForwardOutput
 from ds4py.errors import Ds4Error
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.tracing.events import (
-    Interval,
+    ChunkRef,
     Phase,
-    Recorder,
-    SpanRef,
+    TraceEvent,
+    TraceRecorder,
     now_usec,
     total_usec,
 )
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def profile_stage(
-    recorder: Recorder | None, layers: LayerSpan, connection: str, *, log_decode: bool
+    recorder: TraceRecorder | None, layers: LayerRange, connection: str, *, log_decode: bool
 ) -> StageProfile | None:
     """Return what takes the times of a connection's spans, or None if nobody wants them."""
     if recorder is None and not log_decode:
@@ -35,7 +35,7 @@ def profile_stage(
     return StageProfile(recorder, worker_name(layers), connection, log_decode=log_decode)
 
 
-def worker_name(layers: LayerSpan) -> str:
+def worker_name(layers: LayerRange) -> str:
     """Return how a worker names itself in a trace."""
     return f"worker (layers {layers})"
 
@@ -50,10 +50,10 @@ _TOLD: Final = (
 
 
 @dataclass(slots=True)
-class _Passage:
+class _ChunkTimes:
     """One span on its way through a worker, in microseconds of our own clock."""
 
-    span: SpanRef
+    chunk: ChunkRef
     arrived: int = field(default_factory=now_usec)
     started: int = 0
     computed: int = 0
@@ -98,50 +98,52 @@ class StageProfile:
         log_decode: Write a line for each decode step.
     """
 
-    def __init__(self, recorder: Recorder | None, stage: str, connection: str, *, log_decode: bool):
+    def __init__(
+        self, recorder: TraceRecorder | None, stage: str, connection: str, *, log_decode: bool
+    ):
         self._recorder = recorder
         self._stage = stage
         self._connection = connection
         self._log_decode = log_decode
-        self._open: dict[int, _Passage] = {}
+        self._open: dict[int, _ChunkTimes] = {}
 
     def arrived(self, work: Work) -> None:
         """Take note that a span was just read and accepted."""
-        self._open[work.request_id] = _Passage(
-            SpanRef(work.session_id, work.request_id, work.pos0, work.n_tokens)
+        self._open[work.request_id] = _ChunkTimes(
+            ChunkRef(work.session_id, work.request_id, work.pos0, work.n_tokens)
         )
 
     def started(self, request: int) -> None:
         """Take note that the device has just begun with a span."""
-        passage = self._open.get(request)
-        if passage is not None:  # a peer may use the same id twice
-            passage.started = now_usec()
+        times = self._open.get(request)
+        if times is not None:  # a peer may use the same id twice
+            times.started = now_usec()
 
-    def evaluated(self, request: int, output: SliceOutput | Ds4Error, *, forwarded: bool) -> None:
+    def evaluated(self, request: int, output: ForwardOutput | Ds4Error, *, forwarded: bool) -> None:
         """Take note that the device is just done with a span, or will not evaluate it."""
-        passage = self._open.get(request)
-        if passage is None:
+        times = self._open.get(request)
+        if times is None:
             return
         if isinstance(output, Ds4Error) or not forwarded:
             del self._open[request]
-        if isinstance(output, SliceOutput):
+        if isinstance(output, ForwardOutput):
             # what was started ahead was computed only when the span before it was done
-            passage.started = max(passage.started, now_usec() - output.eval_usec)
-            passage.computed = min(now_usec(), passage.started + output.eval_usec)
+            times.started = max(times.started, now_usec() - output.eval_usec)
+            times.computed = min(now_usec(), times.started + output.eval_usec)
             if not forwarded:
-                self._conclude(passage, None)
+                self._conclude(times, None)
 
     def relayed(self, result: Result) -> None:
         """Take note that the answer to a forwarded span has just come, our own record last."""
-        passage = self._open.pop(result.request_id, None)
-        if passage is not None:
-            self._conclude(passage, result.telemetry[-1] if result.telemetry else None)
+        times = self._open.pop(result.request_id, None)
+        if times is not None:
+            self._conclude(times, result.telemetry[-1] if result.telemetry else None)
 
-    def _conclude(self, passage: _Passage, record: Telemetry | None) -> None:
-        seen = [Interval(self._stage, *p, passage.span) for p in passage.pieces(now_usec(), record)]
+    def _conclude(self, times: _ChunkTimes, record: Telemetry | None) -> None:
+        seen = [TraceEvent(self._stage, *p, times.chunk) for p in times.pieces(now_usec(), record)]
         if self._recorder is not None:
             self._recorder.add(*seen)
-        if self._log_decode and passage.span.n_tokens == 1:
+        if self._log_decode and times.chunk.n_tokens == 1:
             told = [f"{name} {total_usec(seen, phase):>6}" for name, phase in _TOLD]
-            pos0 = passage.span.pos0
+            pos0 = times.chunk.pos0
             log.info("%s: decode at %6d: %s us", self._connection, pos0, " ".join(told))

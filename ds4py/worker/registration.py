@@ -18,7 +18,7 @@ from ds4py.errors import ClusterError
 from ds4py.peer.handshake import PlainMemory, ask
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import RETRY_ROUNDS, connect
-from ds4py.wire.conversation import Conversation, Role
+from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import EXT_HELLO, FrameType
 from ds4py.wire.messages import ErrorText, Hello, encode
@@ -29,7 +29,7 @@ _ONCE: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Papers:
+class WorkerIdentity:
     """How a worker introduces itself.
 
     Args:
@@ -44,7 +44,7 @@ class Papers:
 
 
 @dataclass(frozen=True, slots=True)
-class Enlisted:
+class CoordinatorConnection:
     """A connection that the coordinator may use now.
 
     Args:
@@ -54,16 +54,16 @@ class Enlisted:
     """
 
     connection: Connection
-    conversation: Conversation
+    conversation: ProtocolState
     peer: PeerHello | None
 
 
-class Enlistment:
+class CoordinatorClient:
     """Dials one coordinator.
 
     Args:
         address: Where.
-        papers: Who we are.
+        identity: Who we are.
         sockets: Socket options.
         stopped: Polled between attempts; True gives up.
     """
@@ -71,23 +71,23 @@ class Enlistment:
     def __init__(
         self,
         address: Address,
-        papers: Papers,
+        identity: WorkerIdentity,
         sockets: SocketConfig,
         stopped: Callable[[], bool],
     ):
         self._address = address
-        self._papers = papers
+        self._identity = identity
         self._sockets = sockets
         self._stopped = stopped
         self._memory = PlainMemory()
 
-    def dial(self) -> Enlisted | ErrorText:
+    def dial(self) -> CoordinatorConnection | ErrorText:
         """Connect and introduce ourselves; the ERROR of a ds4py that does not want us.
 
         Raises:
             Ds4Error: The coordinator was not reached, or answered something else.
         """
-        ours = self._papers.extended
+        ours = self._identity.extended
         if ours is None or self._memory.is_plain:
             return self._dial_plain(RETRY_ROUNDS)
         connection = self._connect(RETRY_ROUNDS)
@@ -101,7 +101,7 @@ class Enlistment:
         connection.close()
         return self._fall_back() if answer is None else answer
 
-    def _fall_back(self) -> Enlisted:
+    def _fall_back(self) -> CoordinatorConnection:
         """Introduce ourselves in plain to a coordinator that closed without a word.
 
         One that has just died is not there a moment later: that does not make it a plain one.
@@ -111,22 +111,22 @@ class Enlistment:
         log.info("coordinator %s speaks the plain protocol", self._address)
         return enlisted
 
-    def _dial_plain(self, rounds: int) -> Enlisted:
+    def _dial_plain(self, rounds: int) -> CoordinatorConnection:
         connection = self._connect(rounds)
-        conversation = Conversation(Role.WORKER_CONTROL)
+        conversation = ProtocolState(Role.WORKER_CONTROL)
         conversation.sent(FrameType.HELLO)
-        connection.send(encode(self._papers.plain))
-        return Enlisted(connection, conversation, None)
+        connection.send(encode(self._identity.plain))
+        return CoordinatorConnection(connection, conversation, None)
 
     def _connect(self, rounds: int) -> Connection:
         sock = connect(self._address, self._sockets, rounds=rounds, stopped=self._stopped)
-        return Connection(sock, self._sockets, self._papers.limits)
+        return Connection(sock, self._sockets, self._identity.limits)
 
 
-def _extended(connection: Connection, peer: PeerHello) -> Enlisted:
+def _extended(connection: Connection, peer: PeerHello) -> CoordinatorConnection:
     if peer.role != "coordinator":
         raise ClusterError(f"is a {peer.role}, expected a coordinator")
-    conversation = Conversation(Role.WORKER_CONTROL)
+    conversation = ProtocolState(Role.WORKER_CONTROL)
     conversation.sent(EXT_HELLO)
     conversation.received(EXT_HELLO)
-    return Enlisted(connection, conversation, peer)
+    return CoordinatorConnection(connection, conversation, peer)

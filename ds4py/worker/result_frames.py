@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from ds4py.contracts import SliceOutput, Want
+from ds4py.contracts import ForwardOutput, OutputKind
 from ds4py.peer.validation import AcceptedWork
 from ds4py.wire.messages import Result, ResultKind, Telemetry
 
 _EMPTY: Final = memoryview(b"")
 
 
-def wanted(accepted: AcceptedWork) -> Want:
+def output_kind_of(accepted: AcceptedWork) -> OutputKind:
     """Return what this hop has to produce."""
     if accepted.next_entry is not None:
-        return Want.HIDDEN
+        return OutputKind.HIDDEN
     if accepted.ack_only:
-        return Want.NOTHING
-    return Want.LOGITS if accepted.wants_logits else Want.HIDDEN
+        return OutputKind.NOTHING
+    return OutputKind.LOGITS if accepted.wants_logits else OutputKind.HIDDEN
 
 
-def final_result(accepted: AcceptedWork, output: SliceOutput, telemetry: Telemetry) -> Result:
+def final_result(accepted: AcceptedWork, output: ForwardOutput, telemetry: Telemetry) -> Result:
     """Return the RESULT of the last hop of a route."""
     kind, payload, bits = _payload(output)
     return Result(
@@ -38,7 +38,7 @@ def final_result(accepted: AcceptedWork, output: SliceOutput, telemetry: Telemet
     )
 
 
-def telemetry_of(accepted: AcceptedWork, output: SliceOutput) -> Telemetry:
+def telemetry_of(accepted: AcceptedWork, output: ForwardOutput) -> Telemetry:
     """Return a hop's own record of one span."""
     work = accepted.work
     return Telemetry(
@@ -53,7 +53,7 @@ def telemetry_of(accepted: AcceptedWork, output: SliceOutput) -> Telemetry:
     )
 
 
-def _payload(output: SliceOutput) -> tuple[ResultKind, memoryview, int]:
+def _payload(output: ForwardOutput) -> tuple[ResultKind, memoryview, int]:
     if output.logits is not None:
         return ResultKind.LOGITS, output.logits.astype("<f4", copy=False).data.cast("B"), 32
     if output.hidden is not None:

@@ -15,23 +15,23 @@ from collections.abc import Callable
 from typing import Final
 
 from ds4py.config import Address, SocketConfig, WorkerConfig
-from ds4py.contracts import SliceRunner
+from ds4py.contracts import ModelRunner
 from ds4py.errors import Ds4Error
 from ds4py.peer.hello import plain_hello, worker_hello
-from ds4py.peer.known_peers import Acquaintances
+from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.validation import WorkerFacts
-from ds4py.stage.aborts import CalledOff
+from ds4py.stage.aborts import AbortedRequests
 from ds4py.stage.executor import DeviceThread
-from ds4py.stage.session_table import Timelines
-from ds4py.tracing.events import Recorder
+from ds4py.stage.session_table import SessionTable
+from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
-from ds4py.wire.conversation import Conversation, Role
+from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import coordinator_limits, plain_limits, worker_limits
 from ds4py.wire.messages import ErrorText
-from ds4py.worker.connection import Stage, Upstream
-from ds4py.worker.registration import Enlistment, Papers
+from ds4py.worker.connection import DataConnection, Stage
+from ds4py.worker.registration import CoordinatorClient, WorkerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ _JOIN_SECONDS: Final = 10.0
 _FLEETING_SECONDS: Final = 10.0  # a connection that ends sooner is no news if it ends as before
 
 
-def worker_facts(runner: SliceRunner) -> WorkerFacts:
+def worker_facts(runner: ModelRunner) -> WorkerFacts:
     """Return what spans are checked against."""
     card = runner.card
     return WorkerFacts(
         model_id=card.model_id,
-        span=runner.span,
+        layers=runner.layers,
         n_layers=card.n_layers,
         n_ctx=runner.n_ctx,
         n_vocab=card.n_vocab,
@@ -79,11 +79,11 @@ class Worker:
 
     def __init__(
         self,
-        runner: SliceRunner,
+        runner: ModelRunner,
         config: WorkerConfig,
         sockets: SocketConfig,
         listener: Listener | None = None,
-        trace: Recorder | None = None,
+        trace: TraceRecorder | None = None,
     ):
         self._config = config
         self._sockets = sockets
@@ -92,21 +92,21 @@ class Worker:
         self._stage = Stage(
             facts=worker_facts(runner),
             device=DeviceThread(runner, batching=config.tuning.batching),
-            timelines=Timelines(runner.n_slots, can_rewind=runner.can_rewind),
+            session_table=SessionTable(runner.n_slots, can_rewind=runner.can_rewind),
             tuning=config.tuning,
             sockets=sockets,
             hello=worker_hello(runner, self.address.port, config),
             dial=self._dial_next_hop,
             hop_lost=self._forget_hop,
-            called_off=CalledOff(),
-            acquaintances=Acquaintances(runner.card),
+            aborted=AbortedRequests(),
+            known_peers=PeerIdentityLog(runner.card),
             trace=trace,
         )
         limits = worker_limits(runner.n_ctx, runner.card.hidden_width)
         self._limits = plain_limits(limits) if config.plain else limits
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._upstreams: set[Upstream] = set()
+        self._upstreams: set[DataConnection] = set()
         self._threads: list[threading.Thread] = []
         self._served: set[threading.Thread] = set()  # one for each data connection
         self._refusal = ""
@@ -121,7 +121,7 @@ class Worker:
         self._spawn(self._accept, "accept")
         if self._config.coordinator is not None:
             self._spawn(self._control, "control")
-        log.info("layers %s, listening on %s", self._stage.facts.span, self.address)
+        log.info("layers %s, listening on %s", self._stage.facts.layers, self.address)
 
     def wait(self) -> None:
         """Block until the worker is closed from another thread or by a signal."""
@@ -174,7 +174,7 @@ class Worker:
 
     def _serve_data(self, connection: Connection, name: str) -> None:
         try:
-            conversation = Conversation(Role.DATA_SERVER)
+            conversation = ProtocolState(Role.DATA_SERVER)
             self._tell_refusal(self._serve(connection, name, conversation), name)
         finally:
             with self._lock:
@@ -190,11 +190,11 @@ class Worker:
         self,
         connection: Connection,
         name: str,
-        conversation: Conversation,
+        conversation: ProtocolState,
         peer: PeerHello | None = None,
     ) -> str | None:
         """Serve one connection to its end; return the peer's parting ERROR text, if any."""
-        upstream = Upstream(connection, self._stage, name, conversation, peer)
+        upstream = DataConnection(connection, self._stage, name, conversation, peer)
         with self._lock:
             self._upstreams.add(upstream)
         try:
@@ -209,7 +209,7 @@ class Worker:
         """Dial the coordinator, serve it, and dial again for ever (spec 8.1)."""
         address = self._config.coordinator
         assert address is not None
-        enlistment = self._enlistment(address)
+        enlistment = self._client(address)
         said = ""
         while not self._stopping.is_set():
             start = time.monotonic()
@@ -220,15 +220,15 @@ class Worker:
             said = text
             self._stopping.wait(RECONNECT_PAUSE)
 
-    def _enlistment(self, address: Address) -> Enlistment:
-        papers = Papers(
+    def _client(self, address: Address) -> CoordinatorClient:
+        identity = WorkerIdentity(
             plain=plain_hello(self._runner, self.address.port),
             extended=None if self._config.plain else self._stage.hello,
             limits=self._limits,
         )
-        return Enlistment(address, papers, self._sockets, self._stopping.is_set)
+        return CoordinatorClient(address, identity, self._sockets, self._stopping.is_set)
 
-    def _serve_coordinator(self, address: Address, enlistment: Enlistment) -> str:
+    def _serve_coordinator(self, address: Address, enlistment: CoordinatorClient) -> str:
         """Dial once and serve; return why that ended."""
         try:
             enlisted = enlistment.dial()

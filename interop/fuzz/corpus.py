@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ds4py.contracts import CacheForm, ModelCard
-from ds4py.layer_range import LayerSpan, whole_model
+from ds4py.layer_range import LayerRange, whole_model
 from ds4py.snapshot import (
     KV_KINDS,
     CacheSizes,
@@ -26,8 +26,8 @@ from ds4py.snapshot import (
     PlainLayer,
     PlainShard,
     PlainSizes,
+    SessionState,
     Shard,
-    Whole,
     split,
     write_dsv4,
     write_dsvl,
@@ -41,7 +41,6 @@ from ds4py.wire.frames import Buffer
 from ds4py.wire.messages import (
     ErrorText,
     LoadBegin,
-    Message,
     Result,
     ResultKind,
     SaveRequest,
@@ -49,13 +48,14 @@ from ds4py.wire.messages import (
     SnapshotChunk,
     SnapshotDone,
     Telemetry,
+    WireMessage,
     Work,
     WorkFlags,
     encode,
     error_result,
 )
 from ds4py.wire.prefix_hash import prefix_hash
-from ds4py.wire.route import RouteEntry
+from ds4py.wire.route import HopEntry
 from interop.fuzz.damage import Talk, cut_frames
 from tests import golden
 from tests.clusters import span
@@ -83,7 +83,7 @@ RECORDED_MODEL: Final = ModelCard(
     quant_bits=2,
     cache_form=CacheForm(ratios=(0,) * N_LAYERS, width=1024, index_width=0, window=512),
 )
-RECORDED_SPAN: Final = LayerSpan(2, 3)
+RECORDED_SPAN: Final = LayerRange(2, 3)
 RECORDED_CTX: Final = 512
 
 Direction = Literal["to worker", "from worker"]
@@ -96,7 +96,7 @@ def talk_of(*messages: Iterable[Buffer]) -> Talk:
     return cut_frames(b"".join(bytes(piece) for pieces in messages for piece in pieces))
 
 
-def said(*messages: Message) -> Talk:
+def said(*messages: WireMessage) -> Talk:
     """Return messages of the stock protocol as frames."""
     return talk_of(*(encode(message) for message in messages))
 
@@ -241,7 +241,7 @@ def answering(data: bytes, *, request_id: int, token_hash: int, session_id: int)
     return data
 
 
-def _prompt(hops: Sequence[RouteEntry], *, bits: int) -> Talk:
+def _prompt(hops: Sequence[HopEntry], *, bits: int) -> Talk:
     """A prompt in two chunks, then a token."""
     chunk, rest = PROMPT[:3], PROMPT[3:]
     width = bits or 32
@@ -328,22 +328,22 @@ SIZES_CTX: Final = 40
 def payload_whole() -> bytes:
     """Return a `DSV4` payload of `SIZES`."""
     tokens = np.arange(13, dtype=np.uint32) % SIZES.n_vocab
-    whole = Whole(
+    whole = SessionState(
         tokens=tokens,
         logits=np.linspace(-1, 1, SIZES.n_vocab, dtype=np.float32),
-        cache=shard_of(SIZES, LayerSpan(0, 1), SIZES_CTX, len(tokens)),
+        cache=shard_of(SIZES, LayerRange(0, 1), SIZES_CTX, len(tokens)),
     )
     return b"".join(write_dsv4(whole))
 
 
 def payload_part() -> bytes:
     """Return a `DSVL` payload of layer 1 of `SIZES`."""
-    return b"".join(write_dsvl(shard_of(SIZES, LayerSpan(1, 1), SIZES_CTX, 13)))
+    return b"".join(write_dsvl(shard_of(SIZES, LayerRange(1, 1), SIZES_CTX, 13)))
 
 
 def payload_session() -> bytes:
     """Return a `DSV4` payload of the fake model."""
-    whole = Whole(
+    whole = SessionState(
         tokens=np.array(PROMPT, np.uint32),
         logits=np.zeros(N_VOCAB, np.float32),
         cache=_shard(whole_model(N_LAYERS)),
@@ -351,16 +351,16 @@ def payload_session() -> bytes:
     return b"".join(write_dsv4(whole))
 
 
-def shard_of(sizes: CacheSizes, layers: LayerSpan, n_ctx: int, n_tokens: int) -> Shard:
+def shard_of(sizes: CacheSizes, layers: LayerRange, n_ctx: int, n_tokens: int) -> Shard:
     """Return a cache whose values say nothing."""
     return Shard(
         sizes=sizes,
-        span=layers,
+        layer_range=layers,
         capacities=Capacities.of(n_ctx, sizes.window),
         n_tokens=n_tokens,
         layers=[
             [np.full(shape, 0.5, np.float32) for shape in sizes.shapes(layer, n_tokens)]
-            for layer in layers.layers
+            for layer in layers.indices
         ],
     )
 
@@ -368,7 +368,7 @@ def shard_of(sizes: CacheSizes, layers: LayerSpan, n_ctx: int, n_tokens: int) ->
 PLAIN: Final = PlainSizes(model_id=0x80001234, n_layers=4, n_heads=2, width=8, n_vocab=11)
 """A model with plain keys and values, whose layers are of every type in `plain_whole`."""
 
-PLAIN_PART: Final = LayerSpan(2, 3)
+PLAIN_PART: Final = LayerRange(2, 3)
 
 
 def plain_whole() -> bytes:
@@ -381,18 +381,21 @@ def plain_part() -> bytes:
     return b"".join(write_shard(split(_plain(("q8_0",) * PLAIN.n_layers), PLAIN_PART)))
 
 
-def _plain(kinds: Sequence[str]) -> Whole[PlainShard]:
+def _plain(kinds: Sequence[str]) -> SessionState[PlainShard]:
     tokens = np.arange(5, dtype=np.uint32)
     layers = [
         PlainLayer(KV_KINDS[kind], [np.ones(shape, dtype) for dtype, shape in arrays])
         for kind in kinds
         for arrays in [PLAIN.arrays(KV_KINDS[kind], len(tokens))]
     ]
-    return Whole(
+    return SessionState(
         tokens=tokens,
         logits=np.linspace(-1, 1, PLAIN.n_vocab, dtype=np.float32),
         cache=PlainShard(
-            sizes=PLAIN, span=whole_model(PLAIN.n_layers), n_tokens=len(tokens), layers=layers
+            sizes=PLAIN,
+            layer_range=whole_model(PLAIN.n_layers),
+            n_tokens=len(tokens),
+            layers=layers,
         ),
     )
 
@@ -445,7 +448,7 @@ def _kvc(abi: int, tools: dict[bytes, bytes], *, sealed: bool) -> bytes:
     return b"".join([header, KEY, payload, write_trailer(header, tools, seal)])
 
 
-def _shard(layers: LayerSpan) -> Shard:
+def _shard(layers: LayerRange) -> Shard:
     form = card().saved_form()
     sizes = CacheSizes(
         ratios=form.ratios,

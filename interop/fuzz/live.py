@@ -27,11 +27,11 @@ import numpy as np
 import psutil
 
 from ds4py.config import Address
-from ds4py.contracts import Session, SliceRunner
+from ds4py.contracts import ModelRunner, Session
 from ds4py.coordinator.relay import listener as port_module
 from ds4py.coordinator.relay import registration as reception_module
 from ds4py.errors import Ds4Error
-from ds4py.layer_range import LayerSpan, whole_model
+from ds4py.layer_range import LayerRange, whole_model
 from ds4py.transport.sockets import listen
 from ds4py.wire.extensions import decode_peer_hello
 from ds4py.wire.frames import Frame, FrameType, coordinator_limits
@@ -175,7 +175,7 @@ class LiveWorker(Live):
 _ANY: Final = dict.fromkeys(range(300), (1 << 32) - 1)
 
 
-def _started(stack: ExitStack, runner: SliceRunner) -> Address:
+def _started(stack: ExitStack, runner: ModelRunner) -> Address:
     worker = start_worker(runner)
     stack.callback(worker.close)
     return worker.address
@@ -265,7 +265,7 @@ class LiveAnswers(Live):
         return [outcome]
 
     @contextmanager
-    def _worker(self, c: Cluster, layers: LayerSpan) -> Iterator[socket.socket]:
+    def _worker(self, c: Cluster, layers: LayerRange) -> Iterator[socket.socket]:
         """Register as a worker; a port of its own tells it from the one before."""
         self._port = self._port % 1000 + 1
         introduction = hello(layers, listen_port=7000 + self._port)

@@ -27,7 +27,7 @@ from ds4py.peer.validation import (
     check_result,
     check_work,
 )
-from ds4py.wire.conversation import Conversation, Role
+from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.extensions import decode_notice, decode_peer_hello, encode_peer_hello
 from ds4py.wire.frames import (
     MAGIC,
@@ -209,7 +209,7 @@ class Checks(Target):
     _WORKERS: Final = (
         WorkerFacts(
             model_id=card().model_id,
-            span=corpus.TAIL,
+            layers=corpus.TAIL,
             n_layers=corpus.N_LAYERS,
             n_ctx=N_CTX,
             n_vocab=N_VOCAB,
@@ -217,7 +217,7 @@ class Checks(Target):
         ),
         WorkerFacts(
             model_id=corpus.RECORDED_MODEL.model_id,
-            span=corpus.RECORDED_SPAN,
+            layers=corpus.RECORDED_SPAN,
             n_layers=corpus.N_LAYERS,
             n_ctx=corpus.RECORDED_CTX,
             n_vocab=corpus.RECORDED_MODEL.n_vocab,
@@ -315,7 +315,7 @@ class Conversations(Target):
 
     def _feed(self, data: bytes) -> Sequence[str]:
         roles = self._PAIRS[data[0] % 2 if data else 0]
-        ends = (Conversation(roles[0]), Conversation(roles[1]))
+        ends = (ProtocolState(roles[0]), ProtocolState(roles[1]))
         outcomes = []
         for who, what in zip(data[1::2], data[2::2], strict=False):
             kind = self._COMMON[what % 14] if what < 224 else TYPES[what % len(TYPES)]
@@ -323,7 +323,7 @@ class Conversations(Target):
         return outcomes
 
 
-def _exchange(speaker: Conversation, listener: Conversation, kind: int, *, refused: bool) -> str:
+def _exchange(speaker: ProtocolState, listener: ProtocolState, kind: int, *, refused: bool) -> str:
     """Let one side say a frame; return where that leads."""
     before = speaker.state
     told = _fault(lambda: speaker.sent(kind, refused=refused), LocalProtocolError)

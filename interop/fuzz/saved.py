@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from ds4py.errors import SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot import (
     PlainShard,
     join,
@@ -64,7 +64,7 @@ class Snapshots(Target):
     """Payloads as ds4 writes them."""
 
     name = "snapshots"
-    _PART: Final = LayerSpan(1, 1)
+    _PART: Final = LayerRange(1, 1)
 
     def _make(self, rng: Random) -> bytes:
         payload = rng.choice((corpus.payload_whole, corpus.payload_part))
@@ -105,7 +105,7 @@ class Plain(Target):
 
     def _read_whole(self, data: bytes) -> Sequence[str]:
         whole = read_whole(data, corpus.PLAIN, n_ctx=self._CTX)
-        cuts = (LayerSpan(0, 1), corpus.PLAIN_PART)
+        cuts = (LayerRange(0, 1), corpus.PLAIN_PART)
         again = join([split(whole, cut) for cut in cuts], whole.tokens, whole.logits)
         assert b"".join(write_whole(again)) == data, "not the same when cut, joined and written"
         return ["whole"]

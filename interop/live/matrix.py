@@ -90,5 +90,5 @@ def cuts(n_layers: int, n_hops: int) -> list[str]:
     Raises:
         ConfigError: More machines than layers.
     """
-    spans = balanced_cuts([1] * n_layers, n_hops + 1)
-    return [f"{span.start}:{'output' if span.has_output else span.end}" for span in spans]
+    ranges = balanced_cuts([1] * n_layers, n_hops + 1)
+    return [f"{layers.start}:{'output' if layers.has_output else layers.end}" for layers in ranges]

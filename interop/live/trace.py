@@ -17,7 +17,7 @@ import numpy as np
 
 from ds4py.activations import F32, HiddenBatch
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, OutputKind, SessionId
 from ds4py.engine.open import open_runner
 from ds4py.layer_range import LayerSpec
 from ds4py.runtime import load_text
@@ -99,7 +99,7 @@ class _Model:
         bits: Width of the hidden states between two of them.
     """
 
-    def __init__(self, parts: Sequence[SliceRunner], bits: int):
+    def __init__(self, parts: Sequence[ModelRunner], bits: int):
         self._parts, self._bits = parts, bits
 
     def greedy(self, prompt: Sequence[int], chunk: int) -> Iterator[tuple[int, float]]:
@@ -115,21 +115,21 @@ class _Model:
             logits = self._logits([token], position)
 
     def _logits(self, tokens: Sequence[int], pos0: int) -> F32:
-        span = SliceWork(
+        span = ForwardRequest(
             session=_SESSION, tokens=tuple(tokens), pos0=pos0, hidden=None, reset=pos0 == 0
         )
         for part in self._parts[:-1]:
             hidden = _run(part, span).hidden
             assert hidden is not None
             span = replace(span, hidden=HiddenBatch.pack(hidden.unpack(), self._bits))
-        logits = _run(self._parts[-1], replace(span, want=Want.LOGITS)).logits
+        logits = _run(self._parts[-1], replace(span, output_kind=OutputKind.LOGITS)).logits
         assert logits is not None
         return logits
 
 
-def _run(part: SliceRunner, span: SliceWork) -> SliceOutput:
+def _run(part: ModelRunner, span: ForwardRequest) -> ForwardOutput:
     (output,) = part.run([span])
-    if not isinstance(output, SliceOutput):
+    if not isinstance(output, ForwardOutput):
         raise output
     return output
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ds4py import activations
 from ds4py.activations import F32
 from ds4py.wire.frames import Buffer, printable
-from ds4py.wire.messages import Message, Result, ResultKind, Telemetry, Work
+from ds4py.wire.messages import Result, ResultKind, Telemetry, WireMessage, Work
 from interop.replay.recording import N_LAYERS
 
 _SHARD_HEADER_BYTES: Final = 56  # spec 11.3
@@ -121,7 +121,7 @@ def settle(distances: Mapping[str, Sequence[float]]) -> Comparison:
     return found
 
 
-def compare(expected: Message, got: Message, *, copies: bool = False) -> Comparison:
+def compare(expected: WireMessage, got: WireMessage, *, copies: bool = False) -> Comparison:
     """Compare two messages field by field.
 
     Args:
@@ -181,7 +181,7 @@ def compare_saved(found: Comparison, expected: bytes, got: bytes, own: slice) ->
         found.near("saved layers", "own cache", np.atleast_1d(distance))
 
 
-def _words(message: Message) -> str:
+def _words(message: WireMessage) -> str:
     """Return what a message says for people, if it does."""
     return repr(getattr(message, "text", ""))
 

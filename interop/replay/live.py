@@ -21,8 +21,8 @@ from ds4py.config import (
 )
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import open_runner, read_model
 from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import Listener
@@ -105,13 +105,13 @@ class LiveCoordinator:
         runner = open_runner(self._engine, self._config.layers, want_head=True)
         coordinator = Coordinator(card, n_ctx, self._config, SOCKETS, local=runner)
         self._stack.callback(coordinator.close)
-        port = CoordinatorPort(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+        port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
         self._stack.callback(port.close)
         port.start()
         coordinator.start()
         self.address = port.address
         self._coordinator = coordinator
-        self._session = self._stack.enter_context(ClusterBackend(coordinator, 1).lease(()))
+        self._session = self._stack.enter_context(SessionPool(coordinator, 1).lease(()))
 
     def stop(self) -> None:
         """End as a process does; idempotent."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds4py.config import Address
-from ds4py.wire.messages import Hello, Message, Work
-from ds4py.wire.route import RouteEntry, decode_route, encode_route
+from ds4py.wire.messages import Hello, WireMessage, Work
+from ds4py.wire.route import HopEntry, decode_route, encode_route
 from interop.replay.recording import N_LAYERS, WORKERS
 
 
@@ -29,14 +29,14 @@ class Names:
     sessions: dict[int, int] = field(default_factory=dict)
     requests: dict[int, int] = field(default_factory=dict)
 
-    def learn(self, recorded: Message, live: Message) -> None:
+    def learn(self, recorded: WireMessage, live: WireMessage) -> None:
         """Take over the ids that a live coordinator chose."""
         if hasattr(recorded, "session_id") and hasattr(live, "session_id"):
             self.sessions.setdefault(recorded.session_id, live.session_id)
         if hasattr(recorded, "request_id") and hasattr(live, "request_id"):
             self.requests[recorded.request_id] = live.request_id
 
-    def live(self, message: Message, by: str, *, answers: bool) -> Message:
+    def live(self, message: WireMessage, by: str, *, answers: bool) -> WireMessage:
         """Return a recorded message as it must read today.
 
         Args:
@@ -61,6 +61,6 @@ class Names:
         pairs = zip(WORKERS, entries, strict=False)
         return memoryview(encode_route([self._entry(party, entry) for party, entry in pairs]))
 
-    def _entry(self, party: str, entry: RouteEntry) -> RouteEntry:
+    def _entry(self, party: str, entry: HopEntry) -> HopEntry:
         address = self.addresses.get(party, Address("127.0.0.1", entry.port))
         return replace(entry, host=address.host, port=address.port)

@@ -21,7 +21,7 @@ from ds4py.errors import Ds4Error, PeerClosedError
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import EXT_HELLO, HEADER_BYTES
-from ds4py.wire.messages import ErrorText, Hello, Message, Result, Work, decode, encode
+from ds4py.wire.messages import ErrorText, Hello, Result, WireMessage, Work, decode, encode
 from interop.replay.allowed import Allowed, amended
 from interop.replay.compare import (
     Comparison,
@@ -101,7 +101,7 @@ class _Line:
         self._sock = sock
         self.connection = Connection(sock, SOCKETS, LIMITS)
 
-    def receive(self) -> Message | None:
+    def receive(self) -> WireMessage | None:
         """Return the next message; None at the end of the stream."""
         try:
             frame = self.connection.receive(timeout=DEADLINE)
@@ -223,7 +223,7 @@ class _Stage:
         sock.settimeout(None)
         return sock
 
-    def _say(self, talk: Conversation, recorded: Message) -> None:
+    def _say(self, talk: Conversation, recorded: WireMessage) -> None:
         sender = talk.acceptor if talk.connector == self._live else talk.connector
         message = self._names.live(recorded, sender, answers=True)
         self._report.sent += 1
@@ -233,7 +233,7 @@ class _Stage:
             self._check_window(talk, _where(Say(talk, recorded)))
         self._lines[talk].connection.send(encode(message))
 
-    def _hear(self, talk: Conversation, recorded: Message) -> None:
+    def _hear(self, talk: Conversation, recorded: WireMessage) -> None:
         where = _where(Hear(talk, recorded))
         got = self._lines[talk].receive()
         if got is None:

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from ds4py.activations import F32
 from ds4py.wire.frames import coordinator_limits, hello_limits, worker_limits
-from ds4py.wire.messages import ErrorText, Message, SaveRequest, SnapshotChunk, decode
+from ds4py.wire.messages import ErrorText, SaveRequest, SnapshotChunk, WireMessage, decode
 from tests import golden
 from tests.strategies import read_frames
 
@@ -47,7 +47,7 @@ class Said:
     """
 
     by: str
-    message: Message
+    message: WireMessage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +202,7 @@ def _conversation(scenario: str, entry: dict[str, Any]) -> Conversation:
     )
 
 
-def _messages(scenario: str, connection: str, direction: str) -> list[Message]:
+def _messages(scenario: str, connection: str, direction: str) -> list[WireMessage]:
     data = golden.load_bytes(f"wire/{scenario}.{connection}.{direction}.bin")
     return [decode(frame) for frame in read_frames(data, LIMITS)]
 

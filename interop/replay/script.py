@@ -18,7 +18,7 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from operator import itemgetter
 
-from ds4py.wire.messages import Hello, LoadBegin, Message, Result, SaveRequest, Work
+from ds4py.wire.messages import Hello, LoadBegin, Result, SaveRequest, WireMessage, Work
 from interop.replay.recording import COORDINATOR, Call, Conversation, Scenario
 from interop.replay.steps import Answer, Ask, HangUp, Hear, HungUp, Open, Say, Start, Step, Stop
 
@@ -63,7 +63,7 @@ class _Event:
 
     number: int
     talk: Conversation | None
-    what: Message | str | Ask | Answer
+    what: WireMessage | str | Ask | Answer
     by_live: bool = False
     after: set[_Event] = field(default_factory=set)
 
@@ -93,7 +93,7 @@ class _Order:
         self._tells: dict[_Key, _Event] = {}  # and those that it sends
         self._line = {talk: self._sequence(talk) for talk in talks}
 
-    def _event(self, talk: Conversation | None, what: Message | str | Ask | Answer) -> _Event:
+    def _event(self, talk: Conversation | None, what: WireMessage | str | Ask | Answer) -> _Event:
         event = _Event(len(self._events), talk, what)
         self._events.append(event)
         return event

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds4py.wire.messages import Message
+from ds4py.wire.messages import WireMessage
 from interop.replay.recording import Call, Conversation
 
 
@@ -24,7 +24,7 @@ class Say:
     """We send a recorded frame."""
 
     talk: Conversation
-    message: Message
+    message: WireMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Hear:
     """The live party sends what should be this frame."""
 
     talk: Conversation
-    message: Message
+    message: WireMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from tests.models import smollm2_path
 
@@ -26,17 +26,17 @@ CHUNK = 512
 
 def run(runner: LocalRunner, n_tokens: int, pos0: int) -> float:
     """Evaluate a span and return the seconds it took."""
-    work = SliceWork(
+    work = ForwardRequest(
         session=SESSION,
         tokens=tuple(1000 + i for i in range(n_tokens)),
         pos0=pos0,
         hidden=None,
         reset=pos0 == 0,
-        want=Want.LOGITS,
+        output_kind=OutputKind.LOGITS,
     )
     started = time.perf_counter()
     (answer,) = runner.run([work])
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     return time.perf_counter() - started
 
 

@@ -12,10 +12,10 @@ import torch
 from ds4py import activations
 from ds4py.activations import HiddenBatch
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.cuda_graphs import CudaRecorder, GraphedDecode
-from ds4py.engine.host_staging import HostMemory, StreamStaging
+from ds4py.engine.host_staging import PinnedPool, StreamStaging
 from ds4py.kernels.cache import CacheTensor, Segment
 from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
 from ds4py.layer_range import LayerSpec
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bits", [32, 16, 8])
 def test_states_travel_both_ways_in_page_locked_memory(bits: int) -> None:
-    memory = HostMemory(1 << 24)
+    memory = PinnedPool(1 << 24)
     staging = StreamStaging(CUDA, memory)
     values = np.random.default_rng(0).standard_normal((300, 1000), np.float32)
     packed = HiddenBatch.pack(values, bits)
@@ -54,7 +54,7 @@ def test_states_travel_both_ways_in_page_locked_memory(bits: int) -> None:
 
 
 def test_a_download_is_what_the_tensor_was_when_it_was_asked_for() -> None:
-    staging = StreamStaging(CUDA, HostMemory(1 << 28))
+    staging = StreamStaging(CUDA, PinnedPool(1 << 28))
     values = torch.ones(4096, 4096, device=CUDA)
     laters = []
     for _ in range(3):
@@ -63,22 +63,22 @@ def test_a_download_is_what_the_tensor_was_when_it_was_asked_for() -> None:
     assert [later().unpack().max() for later in laters] == [1, 2, 3]
 
 
-def spans(*ranges: tuple[int, int]) -> list[SliceWork]:
+def spans(*ranges: tuple[int, int]) -> list[ForwardRequest]:
     return [
-        SliceWork(
+        ForwardRequest(
             session=SessionId(1),
             tokens=tuple(range(start, end)),
             pos0=start,
             hidden=None,
-            want=Want.LOGITS,
+            output_kind=OutputKind.LOGITS,
         )
         for start, end in ranges
     ]
 
 
-def logits(answers: list[SliceOutput | Exception]) -> np.ndarray:
+def logits(answers: list[ForwardOutput | Exception]) -> np.ndarray:
     (answer,) = answers
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     return answer.logits
 
 
@@ -91,7 +91,7 @@ def opened(path: Path, device: str, layers: str | None = None) -> LocalRunner:
 def test_batches_started_ahead_give_what_the_cpu_gives(model: Path) -> None:
     here, there = opened(model, "cpu"), opened(model, "cuda")
     works = spans((0, 20), (20, 21), (21, 40), (40, 41), (41, 42))
-    begun = [there.start([work]) for work in works]
+    begun = [there.forward_async([work]) for work in works]
     for work, started in zip(works, begun, strict=True):
         want = logits(here.run([work]))
         assert np.abs(logits(started.complete()) - want).max() < 1e-3 * np.ptp(want)
@@ -100,18 +100,20 @@ def test_batches_started_ahead_give_what_the_cpu_gives(model: Path) -> None:
 def test_starting_a_batch_does_not_wait_for_the_device(model: Path) -> None:
     runner = opened(model, "cuda", "0:2")
     first, second = spans((0, 20), (20, 40))
-    logits_not_here = [SliceWork(**_fields(work), want=Want.HIDDEN) for work in (first, second)]
+    logits_not_here = [
+        ForwardRequest(**_fields(work), output_kind=OutputKind.HIDDEN) for work in (first, second)
+    ]
     runner.run(logits_not_here[:1])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        started = runner.start(logits_not_here[1:])
+        started = runner.forward_async(logits_not_here[1:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     (answer,) = started.complete()
-    assert isinstance(answer, SliceOutput)
+    assert isinstance(answer, ForwardOutput)
 
 
-def _fields(work: SliceWork) -> dict[str, object]:
+def _fields(work: ForwardRequest) -> dict[str, object]:
     names = ("session", "tokens", "pos0", "hidden")
     return {name: getattr(work, name) for name in names}
 

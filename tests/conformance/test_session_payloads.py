@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from ds4py.activations import F32
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.cache_io import load_shard, save_shard
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot import (
     CacheSizes,
     Capacities,
+    SessionState,
     Shard,
-    Whole,
     join,
     read_dsv4,
     read_dsvl,
@@ -41,11 +41,11 @@ EMPTY = np.float32(EMPTY_SCORE)
 INDEX_ROWS = 4
 
 
-def session(name: str) -> Whole:
+def session(name: str) -> SessionState:
     return read_dsv4(golden.load_bytes(name), SIZES, n_ctx=CTX)
 
 
-def dsv4(whole: Whole) -> bytes:
+def dsv4(whole: SessionState) -> bytes:
     return b"".join(write_dsv4(whole))
 
 
@@ -61,10 +61,10 @@ def test_what_was_read_is_written_byte_for_byte(name):
 
 
 def test_a_shard_cut_from_the_session_is_the_recorded_one():
-    span = LayerSpan(2, 3)
+    layers = LayerRange(2, 3)
     recorded = golden.load_bytes("shard_a_len40_layers2-3.dsvl")
-    assert dsvl(split(session("session_a_len40.dsv4"), span)) == recorded
-    assert dsvl(read_dsvl(recorded, SIZES, span, n_ctx=CTX, n_tokens=40)) == recorded
+    assert dsvl(split(session("session_a_len40.dsv4"), layers)) == recorded
+    assert dsvl(read_dsvl(recorded, SIZES, layers, n_ctx=CTX, n_tokens=40)) == recorded
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -73,13 +73,13 @@ def test_any_cut_joins_to_the_recorded_bytes(name, inner):
     whole = session(name)
     shards = []
     for start, end in itertools.pairwise([0, *sorted(inner), SIZES.n_layers]):
-        span = LayerSpan(start, end - 1)
-        raw = dsvl(split(whole, span))
-        shards.append(read_dsvl(raw, SIZES, span, n_ctx=CTX, n_tokens=whole.cache.n_tokens))
+        layers = LayerRange(start, end - 1)
+        raw = dsvl(split(whole, layers))
+        shards.append(read_dsvl(raw, SIZES, layers, n_ctx=CTX, n_tokens=whole.cache.n_tokens))
     assert dsv4(join(shards, whole.tokens, whole.logits)) == golden.load_bytes(name)
 
 
-def recorded_shards() -> Iterator[tuple[str, LayerSpan, bytes]]:
+def recorded_shards() -> Iterator[tuple[str, LayerRange, bytes]]:
     """Every shard that went over a connection when the session was saved and loaded."""
     for connection in golden.load_json("wire/snapshot.json")["connections"]:
         for way in ("c2s", "s2c"):
@@ -92,15 +92,15 @@ def recorded_shards() -> Iterator[tuple[str, LayerSpan, bytes]]:
                     raw[f["payload_offset"] : f["payload_offset"] + f["chunk_bytes"]]
                     for f in chunks
                 )
-                yield way, LayerSpan(begin["layer_start"], begin["layer_end"]), data
+                yield way, LayerRange(begin["layer_start"], begin["layer_end"]), data
 
 
 def test_shards_on_the_wire_are_the_cuts_of_the_saved_session():
     whole = session(AFTER_DECODE)
     seen = []
-    for way, span, raw in recorded_shards():
-        assert dsvl(split(whole, span)) == raw
-        seen.append((way, span.start, span.end))
+    for way, layers, raw in recorded_shards():
+        assert dsvl(split(whole, layers)) == raw
+        seen.append((way, layers.start, layers.end))
     assert sorted(seen) == [("c2s", 2, 3), ("c2s", 4, 5), ("s2c", 2, 3), ("s2c", 4, 5)]
 
 
@@ -124,11 +124,16 @@ def runner() -> Iterator[LocalRunner]:
 
 def feed(runner: LocalRunner, tokens: list[int], *, reset: bool = False) -> F32:
     pos0 = 0 if reset else runner.length(A)
-    work = SliceWork(
-        session=A, tokens=tuple(tokens), pos0=pos0, hidden=None, want=Want.LOGITS, reset=reset
+    work = ForwardRequest(
+        session=A,
+        tokens=tuple(tokens),
+        pos0=pos0,
+        hidden=None,
+        output_kind=OutputKind.LOGITS,
+        reset=reset,
     )
     (answer,) = runner.run([work])
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     return answer.logits
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.layer_range import LayerSpec
 from tests.golden import load_json, load_npz
@@ -45,21 +45,24 @@ def whole(request):
 
 
 def span(
-    stages: Sequence[LocalRunner], tokens: Sequence[int], pos0: int, want: Want = Want.LOGITS
+    stages: Sequence[LocalRunner],
+    tokens: Sequence[int],
+    pos0: int,
+    want: OutputKind = OutputKind.LOGITS,
 ) -> np.ndarray | None:
     """Run a span through a chain of stages at 32 bits."""
     hidden = None
     for stage in stages:
-        work = SliceWork(
+        work = ForwardRequest(
             session=SESSION,
             tokens=tuple(tokens),
             pos0=pos0,
             hidden=hidden,
             reset=pos0 == 0,
-            want=want if stage is stages[-1] else Want.HIDDEN,
+            output_kind=want if stage is stages[-1] else OutputKind.HIDDEN,
         )
         (answer,) = stage.run([work])
-        assert isinstance(answer, SliceOutput), answer
+        assert isinstance(answer, ForwardOutput), answer
         hidden = answer.hidden
     return answer.logits
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from tests.golden import load_json, load_npz
 from tests.models import smollm2_path
@@ -29,16 +29,16 @@ CLEAR = 0.5
 
 
 def evaluate(runner: LocalRunner, tokens: list[int], pos0: int) -> np.ndarray:
-    work = SliceWork(
+    work = ForwardRequest(
         session=SessionId(1),
         tokens=tuple(tokens),
         pos0=pos0,
         hidden=None,
         reset=pos0 == 0,
-        want=Want.LOGITS,
+        output_kind=OutputKind.LOGITS,
     )
     (answer,) = runner.run([work])
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     assert answer.logits is not None
     return answer.logits
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds4py import activations
 from ds4py.errors import RemoteProtocolError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.peer.validation import (
     AcceptedResult,
     AcceptedWork,
@@ -23,7 +23,7 @@ from ds4py.peer.validation import (
     check_result,
     check_work,
 )
-from ds4py.wire.conversation import Conversation, Role
+from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.frames import (
     FrameReader,
     FrameType,
@@ -153,8 +153,8 @@ def test_every_recorded_route_decodes_and_encodes_to_its_bytes(scenario):
 def test_every_recorded_conversation_is_legal_on_both_sides(scenario):
     for connection in connections(scenario):
         control = connection["name"].startswith("ctl")
-        connector = Conversation(Role.WORKER_CONTROL if control else Role.DATA_DRIVER)
-        acceptor = Conversation(Role.COORDINATOR_CONTROL if control else Role.DATA_SERVER)
+        connector = ProtocolState(Role.WORKER_CONTROL if control else Role.DATA_DRIVER)
+        acceptor = ProtocolState(Role.COORDINATOR_CONTROL if control else Role.DATA_SERVER)
         for direction, index in connection["order"]:
             if index == "closed":
                 continue
@@ -173,10 +173,10 @@ def facts_of(scenario):
         if connection["name"].startswith("ctl"):
             hello = messages_of(scenario, connection["name"], "c2s")[0]
             assert isinstance(hello, Hello)
-            span = LayerSpan(hello.layer_start, hello.layer_end, bool(hello.has_output))
+            layers = LayerRange(hello.layer_start, hello.layer_end, bool(hello.has_output))
             facts[connection["name"][3]] = WorkerFacts(
                 model_id=2,
-                span=span,
+                layers=layers,
                 n_layers=N_LAYERS,
                 n_ctx=hello.ctx_size,
                 n_vocab=N_VOCAB,
@@ -325,7 +325,7 @@ class PureWorker:
         self.replies = []
         self.accepted = []
         self.closed = False
-        self._conversation = Conversation(Role.DATA_SERVER)
+        self._conversation = ProtocolState(Role.DATA_SERVER)
 
     def serve(self, data):
         _, fault = attempt(lambda: self._serve(data))
@@ -357,7 +357,7 @@ class PureWorker:
             self._refuse_snapshot(frame, error.what.encode())
 
     def _refuse_snapshot(self, frame, text):
-        span = self.facts.span
+        span = self.facts.layers
         if frame.type == FrameType.SNAPSHOT_LOAD_BEGIN:
             record = SnapshotRecord.decode(frame.body)
             self.replies.append(SnapshotDone(record.request_id, 1, text))
@@ -384,11 +384,11 @@ COORDINATOR_CASES = [case for case in ERRORS if case["target"].startswith("coord
 
 def worker_of(case):
     last = case["target"].startswith("worker B")
-    span = LayerSpan(4, 5, has_output=True) if last else LayerSpan(2, 3)
+    layers = LayerRange(4, 5, has_output=True) if last else LayerRange(2, 3)
     return PureWorker(
         WorkerFacts(
             model_id=2,
-            span=span,
+            layers=layers,
             n_layers=N_LAYERS,
             n_ctx=N_CTX,
             n_vocab=N_VOCAB,
@@ -421,7 +421,7 @@ def coordinator_reply(data):
     facts = CoordinatorFacts(model_id=2, name="DeepSeek V4 Tiny", n_layers=6, n_ctx=N_CTX)
 
     def first_message():
-        conversation = Conversation(Role.COORDINATOR_CONTROL)
+        conversation = ProtocolState(Role.COORDINATOR_CONTROL)
         (frame,) = feed(FrameReader(hello_limits()), data)
         conversation.received(frame.type)
         return decode(frame)
@@ -474,7 +474,7 @@ def test_the_example_work_is_accepted_by_its_worker():
     (frame,) = read_frames(EXAMPLES["A.2"], LIMITS)
     facts = WorkerFacts(
         model_id=0,
-        span=LayerSpan(2, 3, has_output=True),
+        layers=LayerRange(2, 3, has_output=True),
         n_layers=4,
         n_ctx=64,
         n_vocab=4,

@@ -13,8 +13,8 @@ import pytest
 from ds4py.config import Address, CoordinatorConfig
 from ds4py.contracts import ModelCard
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.layer_range import LayerSpan
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.layer_range import LayerRange
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import (
     FrameReader,
@@ -62,8 +62,8 @@ def request_of(case) -> bytes:
 def live_worker(case, monkeypatch) -> Iterator[Address]:
     monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=2))
     last = case["target"].startswith("worker B")
-    span = LayerSpan(4, 5, has_output=True) if last else LayerSpan(2, 3)
-    worker = start_worker(FakeRunner(span, n_ctx=N_CTX, identity=MODEL))
+    layers = LayerRange(4, 5, has_output=True) if last else LayerRange(2, 3)
+    worker = start_worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL))
     try:
         yield worker.address
     finally:
@@ -72,9 +72,9 @@ def live_worker(case, monkeypatch) -> Iterator[Address]:
 
 @contextmanager
 def live_coordinator() -> Iterator[tuple[Coordinator, Address]]:
-    local = FakeRunner(LayerSpan(0, 1), n_ctx=N_CTX, identity=MODEL)
+    local = FakeRunner(LayerRange(0, 1), n_ctx=N_CTX, identity=MODEL)
     coordinator = Coordinator(MODEL, N_CTX, CoordinatorConfig(), SOCKETS, local=local)
-    port = CoordinatorPort(Listener(Address("127.0.0.1", 0), SOCKETS), coordinator, SOCKETS, None)
+    port = ProtocolDemux(Listener(Address("127.0.0.1", 0), SOCKETS), coordinator, SOCKETS, None)
     port.start()
     try:
         yield coordinator, port.address

@@ -20,7 +20,7 @@ import sys
 import threading
 
 from ds4py.config import Address
-from ds4py.contracts import SliceOutput, SliceWork
+from ds4py.contracts import ForwardOutput, ForwardRequest
 from ds4py.errors import ModelError
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
@@ -55,7 +55,7 @@ class Obedient(FakeRunner):
                 self._hold_at = None
                 self._go.set()
 
-    def _obey(self, work: SliceWork) -> None:
+    def _obey(self, work: ForwardRequest) -> None:
         if work.pos0 == self._hold_at:
             self._hold_at = None
             say("held", work.pos0)
@@ -65,7 +65,7 @@ class Obedient(FakeRunner):
             say("refused", work.pos0)
             raise ModelError("this span", got="an order to refuse it", expected="none")
 
-    def _run(self, work: SliceWork) -> SliceOutput:
+    def _run(self, work: ForwardRequest) -> ForwardOutput:
         output = super()._run(work)
         say("ran", work.pos0, len(work.tokens))
         return output
@@ -89,7 +89,7 @@ def main(layers: str, port: str, coordinator: str | None = None) -> None:
 
 
 def forget(worker: Worker) -> None:
-    for session in list(worker._stage.timelines._sessions):
+    for session in list(worker._stage.session_table._sessions):
         worker._stage.drop(session)
     worker._stage.device.call(lambda runner: say("forgot"), timeout=20)
 

@@ -24,9 +24,9 @@ import psutil
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.coordinator.relay.listener import ProtocolDemux
 from ds4py.coordinator.relay.registry import LinkId
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.sockets import Listener
 from tests.clusters import ANY_PORT, SOCKETS, span, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
@@ -298,8 +298,8 @@ class Fleet:
     """A coordinator over stages that are behind doors or not."""
 
     coordinator: Coordinator
-    backend: ClusterBackend
-    port: CoordinatorPort
+    backend: SessionPool
+    port: ProtocolDemux
     stages: list[Stage]
     doors: list[Door]
 
@@ -311,7 +311,7 @@ class Fleet:
 
     def links(self) -> dict[int, LinkId]:
         """Connections of the coordinator by the first layer behind them."""
-        return {r.span.start: r.link for r in self.coordinator._registry.records}
+        return {r.layers.start: r.link for r in self.coordinator._registry.records}
 
     def wait_new_link(self, old: LinkId) -> None:
         """Wait until all stages are known again, one of them over another connection."""
@@ -359,10 +359,10 @@ def fleet(
         own = None if local is None else FakeRunner(span(local))
         coordinator = Coordinator(card(), N_CTX, built, SOCKETS, local=own)
         stack.callback(coordinator.close)
-        port = CoordinatorPort(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+        port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
         stack.callback(port.close)
         port.start()
-        made = Fleet(coordinator, ClusterBackend(coordinator, 1), port, stages, ways)
+        made = Fleet(coordinator, SessionPool(coordinator, 1), port, stages, ways)
         for n, dialler in enumerate(coordinator._dialers):
             dialler.start()
             made.wait_known(n + 1)

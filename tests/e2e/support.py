@@ -31,7 +31,7 @@ from ds4py.layer_range import LayerSpec
 from ds4py.runtime import (
     Node,
     open_disk_cache,
-    open_doors,
+    open_listeners,
     open_node,
     open_worker,
     serve_http,
@@ -169,11 +169,13 @@ def coordinator(
     config = {"listen": ANY_PORT, "prefill": PrefillTuning(chunk=chunk), **config}
     built, front = CoordinatorConfig(**config), ServerConfig(address=http)
     with (
-        open_doors(built, front, sockets) as doors,
+        open_listeners(built, front, sockets) as listeners,
         open_node(engine(model), built, sockets) as node,
-        serve_http(node, doors, front, sockets, disk=disk and open_disk_cache(*disk, node, "auto")),
+        serve_http(
+            node, listeners, front, sockets, disk=disk and open_disk_cache(*disk, node, "auto")
+        ),
     ):
-        yield LocalServer(node, doors.http_addresses[0])
+        yield LocalServer(node, listeners.http_addresses[0])
 
 
 def client(server: Server | LocalServer) -> openai.OpenAI:

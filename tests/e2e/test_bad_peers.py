@@ -40,7 +40,7 @@ import psutil
 import pytest
 
 from ds4py.config import Address, CoordinatorConfig, SocketConfig, WorkerConfig
-from ds4py.contracts import Session, SliceWork, Want
+from ds4py.contracts import ForwardRequest, OutputKind, Session
 from ds4py.coordinator.relay import listener as port_module
 from ds4py.errors import Ds4Error, RemoteWorkError, TransportError, TransportTimeoutError
 from ds4py.layer_range import LayerSpec
@@ -73,7 +73,7 @@ def worker(
     layers: str = "0-5", sockets: SocketConfig = SOCKETS, **fields: object
 ) -> Iterator[Worker]:
     runner = FakeRunner(span(layers), **fields)  # type: ignore[arg-type]
-    config = WorkerConfig(layers=LayerSpec(runner.span.start, runner.span.end), listen=ANY_PORT)
+    config = WorkerConfig(layers=LayerSpec(runner.layers.start, runner.layers.end), listen=ANY_PORT)
     started = Worker(runner, config, sockets)
     started.start()
     try:
@@ -460,6 +460,8 @@ def mixed_use(session: Session, rng: Random, n_tokens: int) -> list[float]:
 def expected(alone: FakeRunner, line: list[int], fresh: list[int]) -> np.ndarray:
     """What one process says."""
     alone.rewind(1, len(line)) if alone.length(1) else None
-    work = SliceWork(session=1, tokens=tuple(fresh), pos0=len(line), hidden=None, want=Want.LOGITS)
+    work = ForwardRequest(
+        session=1, tokens=tuple(fresh), pos0=len(line), hidden=None, output_kind=OutputKind.LOGITS
+    )
     (output,) = alone.run([work])
     return output.logits

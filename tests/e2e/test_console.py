@@ -14,9 +14,9 @@ from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 
 from ds4py.errors import RemoteWorkError, RequestError
-from ds4py.server.observability.console_stats import Stats
+from ds4py.server.observability.console_stats import ConsoleStats
 from ds4py.server.observability.event_log import EventLog
-from ds4py.server.observability.request_metrics import Meter
+from ds4py.server.observability.request_metrics import RequestMetrics
 from tests.e2e.console_page import (
     Consoles,
     browser,
@@ -394,7 +394,7 @@ def test_a_server_shows_its_own_figures(open_console: Consoles) -> None:
 
 
 def test_the_figures_of_the_real_producer_are_understood(open_console: Consoles) -> None:
-    figures = Stats(watched(Backend(STAGES), Meter(Clock())), EventLog()).object()
+    figures = ConsoleStats(watched(Backend(STAGES), RequestMetrics(Clock())), EventLog()).object()
     console = open_console(stats=figures)
     console.wait_text("#state", "Ready")
     assert len(console.all(".stage:not(.gap)")) == len(STAGES)

@@ -16,14 +16,14 @@ import openai
 import pytest
 
 from ds4py.config import Address, SocketConfig
-from ds4py.contracts import SliceWork
+from ds4py.contracts import ForwardRequest
 from ds4py.errors import Ds4Error, ModelError
 from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import listen
 from ds4py.wire.extensions import EXT_HELLO
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import ErrorText, WorkHeader, encode
-from ds4py.wire.route import RouteEntry, decode_route
+from ds4py.wire.route import HopEntry, decode_route
 from tests.clusters import cluster, span, start_worker
 from tests.e2e.support import (
     LONG_IDS,
@@ -185,7 +185,7 @@ def test_a_refusal_is_not_final_while_news_of_a_loss_may_come() -> None:
     tokens = list(range(30))
     failures: list[int] = []
 
-    def refuse_twice(work: SliceWork) -> None:
+    def refuse_twice(work: ForwardRequest) -> None:
         if work.pos0 == 0 and work.hidden is None and len(failures) < 2:
             failures.append(work.pos0)
             if len(failures) == 2:
@@ -392,7 +392,7 @@ def test_a_wildcard_address_is_never_advertised(toy: Path) -> None:
         header = WorkHeader.decode(memoryview(bodies[0]))
         blob = memoryview(bodies[0])[-header.route_bytes :]
         assert decode_route(blob, header.route_count, 6) == (
-            RouteEntry("127.0.0.1", port, 0, 1, False),
-            RouteEntry("127.0.0.1", dialled.address.port, 2, 3, False),
-            RouteEntry("127.0.0.1", dialling.address.port, 4, 5, True),
+            HopEntry("127.0.0.1", port, 0, 1, False),
+            HopEntry("127.0.0.1", dialled.address.port, 2, 3, False),
+            HopEntry("127.0.0.1", dialling.address.port, 4, 5, True),
         )

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4py.config import CoordinatorConfig, EngineConfig, PrefillTuning, RouteEntry
-from ds4py.contracts import Session, SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, Session, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.session import ClusterSession
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.open import read_model
 from ds4py.errors import CapacityError
@@ -73,16 +73,16 @@ def text(n_tokens: int) -> list[int]:
 
 
 def alone(runner: LocalRunner, tokens: list[int]) -> np.ndarray:
-    work = SliceWork(
+    work = ForwardRequest(
         session=SessionId(9),
         tokens=tuple(tokens),
         pos0=0,
         hidden=None,
         reset=True,
-        want=Want.LOGITS,
+        output_kind=OutputKind.LOGITS,
     )
     (answer,) = runner.run([work])
-    assert isinstance(answer, SliceOutput)
+    assert isinstance(answer, ForwardOutput)
     assert answer.logits is not None
     return answer.logits
 
@@ -133,12 +133,12 @@ def own_layers(model: Path) -> Iterator[Coordinator]:
 
 
 @pytest.fixture(params=["two workers", "own layers"])
-def backend(request: pytest.FixtureRequest) -> ClusterBackend:
+def backend(request: pytest.FixtureRequest) -> SessionPool:
     """Three sessions over stages that hold three pages together."""
     if request.param == "own layers":
-        return ClusterBackend(request.getfixturevalue("own_layers"), 3)
+        return SessionPool(request.getfixturevalue("own_layers"), 3)
     coordinator, _ = request.getfixturevalue("route")
-    return ClusterBackend(coordinator, 3)
+    return SessionPool(coordinator, 3)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def other(n_tokens: int, first: int) -> list[int]:
     return [first, *text(n_tokens - 1)]
 
 
-def leave(backend: ClusterBackend, tokens: Sequence[int]) -> None:
+def leave(backend: SessionPool, tokens: Sequence[int]) -> None:
     """Have a conversation that may go on later."""
     with backend.lease(tokens) as session:
         session.sync(tokens)
@@ -248,8 +248,8 @@ def test_sessions_of_a_lost_connection_give_way_without_being_asked(
     first.sync(other(400, 5))
     for link in list(coordinator._links.values()):
         link.connection.close()
-    timelines = workers[1]._stage.timelines
-    wait_until(lambda: not any(t.owners for t in timelines._sessions.values()), "an orphan")
+    session_table = workers[1]._stage.session_table
+    wait_until(lambda: not any(t.owners for t in session_table._sessions.values()), "an orphan")
     wait_until(lambda: coordinator.health().ready, "the route is complete again")
     check(second, other(700, 6), reference)
     use = workers[1]._stage.device.runner.kv_use  # type: ignore[attr-defined]

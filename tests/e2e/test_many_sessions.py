@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4py.config import CoordinatorConfig, PrefillTuning, WorkerConfig, WorkerTuning
-from ds4py.contracts import Session, SliceWork
+from ds4py.contracts import ForwardRequest, Session
 from ds4py.layer_range import LayerSpec
-from ds4py.runtime import Node, join_cluster, open_doors, open_node, open_worker
+from ds4py.runtime import Node, join_cluster, open_listeners, open_node, open_worker
 from ds4py.stage.executor import DeviceThread
 from tests.clusters import ANY_PORT, DEADLINE, Cluster, cluster, start_worker, wait_until
 from tests.e2e.support import SOCKETS, Alone, endless_toy, engine, route
@@ -51,7 +51,7 @@ class Jitter:
     def seed(self, seed: int) -> None:
         self._dice.seed(seed)
 
-    def __call__(self, _: SliceWork) -> None:
+    def __call__(self, _: ForwardRequest) -> None:
         time.sleep(self._dice.choice((0, 0, 0.0005, 0.002)))
 
 
@@ -143,9 +143,9 @@ def two_workers(toy: Path, n_sessions: int) -> Iterator[Node]:
         config = CoordinatorConfig(
             route=route(*served), n_sessions=n_sessions, prefill=PrefillTuning(chunk=16)
         )
-        doors = stack.enter_context(open_doors(config, None, SOCKETS))
+        listeners = stack.enter_context(open_listeners(config, None, SOCKETS))
         built = stack.enter_context(open_node(engine(toy), config, SOCKETS))
-        stack.enter_context(join_cluster(built, doors, SOCKETS))
+        stack.enter_context(join_cluster(built, listeners, SOCKETS))
         wait_until(lambda: built.backend.health().ready, "the route is complete")
         yield built
 
@@ -197,7 +197,7 @@ class Stages:
         self._held: int | None = None
         self._standing = False
 
-    def __call__(self, work: SliceWork) -> None:
+    def __call__(self, work: ForwardRequest) -> None:
         stage = int(work.hidden is not None)
         with self._changed:
             self.begun.append(Begun(stage, work.session, len(work.tokens)))
@@ -224,7 +224,7 @@ class Stages:
 
 
 def n_queued(device: DeviceThread) -> int:
-    return len(device._queue) + len(device._turns)
+    return len(device._queue) + len(device._scheduler)
 
 
 PROMPT = [(7 * k * k + k) % 97 for k in range(60)]
@@ -305,7 +305,7 @@ def test_sessions_fill_different_stages_at_the_same_time() -> None:
     """While the last stage is busy with one session's token, the first evaluates another's."""
     held, reached = threading.Event(), threading.Event()
 
-    def hold(work: SliceWork) -> None:
+    def hold(work: ForwardRequest) -> None:
         if work.hidden is not None and work.tokens == (50,):
             reached.set()
             assert held.wait(DEADLINE)
@@ -349,7 +349,7 @@ def test_all_sessions_go_on_exactly_after_the_loss_of_a_stage(lost: int) -> None
         wait_until(lambda: len(n_done) > 8, "several decode")
         old = c.workers[lost]
         old.close()
-        c.workers[lost] = start_worker(FakeRunner(old._stage.facts.span), listen=old.address)
+        c.workers[lost] = start_worker(FakeRunner(old._stage.facts.layers), listen=old.address)
         for call in running:
             call.result()
 
@@ -367,11 +367,17 @@ def test_a_second_connection_that_breaks_costs_its_session_a_replay_and_others_n
         long = Background(lambda: prompt.sync(PROMPT))
         holding.result()
         asking = Background(lambda: decoding.eval(7))
-        (lanes,) = (lanes for lanes in c.coordinator._lanes.values() if lanes.main.carries_chunks)
-        wait_until(lambda: bool(lanes._quick and lanes._quick._pending), "the token is on it")
+        (channels,) = (
+            channels
+            for channels in c.coordinator._channels.values()
+            if channels.bulk.carries_chunks
+        )
+        wait_until(
+            lambda: bool(channels._priority and channels._priority._pending), "the token is on it"
+        )
         before = c.coordinator._registry.generation
-        assert lanes._quick is not None
-        lanes._quick.connection.close()
+        assert channels._priority is not None
+        channels._priority.connection.close()
         stages.go()
         np.testing.assert_array_equal(asking.result(), reference_logits([1, 2, 3, 7]))
         np.testing.assert_array_equal(long.result().logits, reference_logits(PROMPT))

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4py.config import CoordinatorConfig, PrefillTuning, RouteEntry, WorkerConfig
-from ds4py.contracts import Session, SliceWork
+from ds4py.contracts import ForwardRequest, Session
 from ds4py.coordinator.prefix_sharing import MIN_SAVED
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import CancelledError
 from ds4py.layer_range import LayerSpec
-from ds4py.runtime import Node, join_cluster, open_doors, open_node, open_worker
+from ds4py.runtime import Node, join_cluster, open_listeners, open_node, open_worker
 from ds4py.wire.extensions import FORK
 from ds4py.worker.worker import Worker
 from tests.clusters import ANY_PORT, DEADLINE, Cluster, cluster, span, start_worker, wait_until
@@ -65,7 +65,7 @@ class Patience:
         self.cluster: Cluster | None = None
         self.n_forks = 0
 
-    def __call__(self, work: SliceWork) -> None:
+    def __call__(self, work: ForwardRequest) -> None:
         if self.cluster is not None and work.hidden is None:
             stages = runners(self.cluster)
             wait_until(lambda: all(len(r.forked) >= self.n_forks for r in stages), "all copied")
@@ -172,7 +172,7 @@ class Jitter:
     def seed(self, seed: int) -> None:
         self._dice.seed(seed)
 
-    def __call__(self, _: SliceWork) -> None:
+    def __call__(self, _: ForwardRequest) -> None:
         time.sleep(self._dice.choice((0, 0, 0.0005, 0.002)))
 
 
@@ -244,7 +244,7 @@ def test_of_a_session_that_is_evaluating_only_complete_rows_are_copied() -> None
     reached, resume = threading.Event(), threading.Event()
     stages: list[FakeRunner] = []
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if work.hidden is not None and work.pos0 == 80 and not resume.is_set():
             reached.set()
             assert resume.wait(DEADLINE)
@@ -298,9 +298,9 @@ def node(toy: Path, cuts: Sequence[str], n_sessions: int, *, own: str | None) ->
             prefill=PrefillTuning(chunk=32),
             layers=None if own is None else LayerSpec.parse(own),
         )
-        doors = stack.enter_context(open_doors(config, None, SOCKETS))
+        listeners = stack.enter_context(open_listeners(config, None, SOCKETS))
         built = stack.enter_context(open_node(engine(toy, n_slots=n_sessions), config, SOCKETS))
-        stack.enter_context(join_cluster(built, doors, SOCKETS))
+        stack.enter_context(join_cluster(built, listeners, SOCKETS))
         wait_until(lambda: built.backend.health().ready, "the route is complete")
         yield built
 
@@ -378,7 +378,7 @@ def two_stages(kinds: Sequence[str]) -> Iterator[tuple[Coordinator, list[FakeRun
 )
 def test_with_a_stage_that_can_not_copy_nothing_is_asked(kinds: tuple[str, str]) -> None:
     with two_stages(kinds) as (coordinator, fakes):
-        backend = ClusterBackend(coordinator, 2)
+        backend = SessionPool(coordinator, 2)
         with backend.lease(FIRST) as first, backend.lease(SECOND) as second:
             check(first, FIRST, 0)
             first_request = coordinator.next_request_id() + 1
@@ -404,7 +404,7 @@ def test_what_a_lost_stage_held_is_not_asked_of_the_one_that_replaces_it(lost: i
             old = c.workers[lost]
             old.close()
             wait_until(lambda: not c.coordinator.health().ready, "the loss is known")
-            fresh = FakeRunner(old._stage.facts.span, n_ctx=N_CTX)
+            fresh = FakeRunner(old._stage.facts.layers, n_ctx=N_CTX)
             c.workers[lost] = start_worker(fresh, listen=old.address)
             c.wait_ready()
             check(second, SECOND, 0)
@@ -426,7 +426,7 @@ def test_a_stage_that_forgot_the_head_costs_a_replay_and_nothing_else(stage, loc
             check(first, FIRST, 0)
             forgetful = c.workers[stage]._stage
             forgetful.drop(first.session_id)
-            wait_until(lambda: not len(forgetful.timelines), "it is forgotten")
+            wait_until(lambda: not len(forgetful.session_table), "it is forgotten")
             check(second, SECOND, 0)
             assert not c.workers[stage]._stage.device.runner.forked  # type: ignore[attr-defined]
             np.testing.assert_array_equal(second.eval(9), reference_logits([*SECOND, 9]))
@@ -438,7 +438,7 @@ def test_a_notice_that_comes_too_late_for_the_replay_too_fails_no_request() -> N
     stages: list[Worker] = []
     n_disturbed = 0
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         nonlocal n_disturbed
         if work.session == second.session_id and work.pos0 == 48 and not n_disturbed:
             n_disturbed += 1

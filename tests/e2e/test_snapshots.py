@@ -20,7 +20,7 @@ from ds4py.coordinator.session import ClusterSession
 from ds4py.engine import open_runner
 from ds4py.engine.open import read_model
 from ds4py.errors import RemoteWorkError, SnapshotError, TransportError
-from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.snapshot import CacheSizes, Shard, read_dsvl
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES
 from ds4py.snapshot.store import read_session, write_session
@@ -295,7 +295,7 @@ def test_a_recorded_save_request_is_served_with_the_recorded_shard() -> None:
 
 
 def shard(raw: bytes) -> Shard:
-    return read_dsvl(raw, SIZES, LayerSpan(4, 5), n_ctx=RECORDED_CTX, n_tokens=N_SAVED)
+    return read_dsvl(raw, SIZES, LayerRange(4, 5), n_ctx=RECORDED_CTX, n_tokens=N_SAVED)
 
 
 def compare(got: Shard, expected: Shard) -> None:
@@ -347,9 +347,9 @@ def test_a_recorded_load_of_middle_layers_is_taken_and_saved_again() -> None:
         sock.sendall(b"".join(encode_frame(FrameType.SNAPSHOT_SAVE_REQ, request)))
         got = read_exactly(sock, 72 + 24 + chunk["chunk_bytes"] + 28)
     sent = asked[chunk["payload_offset"] :]
-    span = LayerSpan(2, 3)
+    layers = LayerRange(2, 3)
     pair = [
-        read_dsvl(raw, SIZES, span, n_ctx=RECORDED_CTX, n_tokens=N_SAVED)
+        read_dsvl(raw, SIZES, layers, n_ctx=RECORDED_CTX, n_tokens=N_SAVED)
         for raw in (got[96:-28], sent)
     ]
     assert got[96 : 96 + 56] == sent[:56]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4py.activations import HiddenBatch
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.layer_range import LayerSpec
 from tests.numerics.modes import SIZES, Mode
@@ -127,10 +127,10 @@ def stages(mode: Mode, file: str, n_layers: int, n_stages: int) -> Iterator[list
             runner.close()
 
 
-def _run(runner: LocalRunner, works: Sequence[SliceWork]) -> list[SliceOutput]:
+def _run(runner: LocalRunner, works: Sequence[ForwardRequest]) -> list[ForwardOutput]:
     found = runner.run(works)
     for one in found:
-        if not isinstance(one, SliceOutput):
+        if not isinstance(one, ForwardOutput):
             raise one
     return found
 
@@ -170,7 +170,7 @@ def forced_layer(
     _drop_all(runner)
     for batch in plan:
         _copy(runner, batch)
-        outputs = _run(runner, _works(truth, batch, layer, Want.HIDDEN))
+        outputs = _run(runner, _works(truth, batch, layer, OutputKind.HIDDEN))
         if batch.judged:
             got = [one.hidden.unpack() for one in outputs]
             yield _rows(batch, np.concatenate(got), truth.after[layer])
@@ -181,7 +181,7 @@ def forced_logits(runner: LocalRunner, truth: Truth, plan: Sequence[Batch]) -> I
     _drop_all(runner)
     for batch in plan:
         _copy(runner, batch, _LOGITS)
-        works = _works(truth, batch, truth.n_layers - 1, Want.LOGITS, _LOGITS)
+        works = _works(truth, batch, truth.n_layers - 1, OutputKind.LOGITS, _LOGITS)
         outputs = _run(runner, works)
         if batch.judged:
             yield _last_rows(batch, np.stack([one.logits for one in outputs]), truth)
@@ -197,9 +197,9 @@ def free_logits(
         for runner in chain:
             _copy(runner, batch)
         hidden: list[HiddenBatch | None] = [None] * len(batch.parts)
-        outputs: list[SliceOutput] = []
+        outputs: list[ForwardOutput] = []
         for runner in chain:
-            want = Want.LOGITS if runner is chain[-1] else Want.HIDDEN
+            want = OutputKind.LOGITS if runner is chain[-1] else OutputKind.HIDDEN
             outputs = _run(
                 runner,
                 [
@@ -212,7 +212,9 @@ def free_logits(
             yield _last_rows(batch, np.stack([one.logits for one in outputs]), truth)
 
 
-def _works(truth: Truth, batch: Batch, layer: int, want: Want, shift: int = 0) -> list[SliceWork]:
+def _works(
+    truth: Truth, batch: Batch, layer: int, want: OutputKind, shift: int = 0
+) -> list[ForwardRequest]:
     works = []
     for part in batch.parts:
         rows = truth.before[layer][part.start : part.start + part.n_tokens]
@@ -222,15 +224,15 @@ def _works(truth: Truth, batch: Batch, layer: int, want: Want, shift: int = 0) -
 
 
 def _work(
-    truth: Truth, part: Part, state: HiddenBatch | None, want: Want, shift: int = 0
-) -> SliceWork:
+    truth: Truth, part: Part, state: HiddenBatch | None, want: OutputKind, shift: int = 0
+) -> ForwardRequest:
     tokens = tuple(truth.tokens[at] for at in part.positions)
-    return SliceWork(
+    return ForwardRequest(
         session=SessionId(part.session + shift),
         tokens=tokens,
         pos0=part.start,
         hidden=state,
-        want=want,
+        output_kind=want,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ds4py.contracts import SessionId, SliceWork, Want
+from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner
 from tests.golden_compare import Prompt, prompts
 from tests.numerics.drive import (
@@ -204,8 +204,8 @@ def _endings(runner: LocalRunner, tokens: Sequence[int]) -> Iterator[tuple[int, 
 def _logits(
     runner: LocalRunner, session: SessionId, tokens: Sequence[int], pos0: int
 ) -> np.ndarray:
-    work = SliceWork(
-        session=session, tokens=tuple(tokens), pos0=pos0, hidden=None, want=Want.LOGITS
+    work = ForwardRequest(
+        session=session, tokens=tuple(tokens), pos0=pos0, hidden=None, output_kind=OutputKind.LOGITS
     )
     (output,) = runner.run([work])
     return output.logits

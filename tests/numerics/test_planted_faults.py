@@ -66,7 +66,7 @@ def trusting(self, tensor, dtype, name, device=torch.device("cpu")):  # noqa: B0
 def test_rows_with_gaps_are_seen(monkeypatch, situation):
     """Off by 0.13 after the first layer for 2 to 12 rows; right for 1 and for 13."""
     monkeypatch.setattr(GroupedOutput, "__call__", slices_of_columns)
-    monkeypatch.setattr(memory.Buffer, "__init__", trusting)
+    monkeypatch.setattr(memory.KernelBuffer, "__init__", trusting)
     found = faults("deepseek4", situation, 1, 2, 12, 13)
     assert any(" of 2 rows" in fault for fault in found)
     assert any(" of 12 rows" in fault for fault in found)

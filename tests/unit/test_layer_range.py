@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.errors import ConfigError
-from ds4py.layer_range import LayerSpan, LayerSpec, balanced_cuts, describe_missing, whole_model
+from ds4py.layer_range import LayerRange, LayerSpec, balanced_cuts, describe_missing, whole_model
 from tests.strategies import spans
 
 
 @pytest.mark.parametrize(
     ("text", "n_layers", "expected"),
     [
-        ("0-12", 25, LayerSpan(0, 12)),
-        ("13-24", 25, LayerSpan(13, 24, has_output=True)),
-        ("13:24", 25, LayerSpan(13, 24)),
-        ("13:output", 25, LayerSpan(13, 24, has_output=True)),
-        ("24-24", 25, LayerSpan(24, 24, has_output=True)),
-        (" 0:0 ", 1, LayerSpan(0, 0)),
+        ("0-12", 25, LayerRange(0, 12)),
+        ("13-24", 25, LayerRange(13, 24, has_output=True)),
+        ("13:24", 25, LayerRange(13, 24)),
+        ("13:output", 25, LayerRange(13, 24, has_output=True)),
+        ("24-24", 25, LayerRange(24, 24, has_output=True)),
+        (" 0:0 ", 1, LayerRange(0, 0)),
     ],
 )
 def test_each_spelling_means_what_its_author_means(text, n_layers, expected):
@@ -63,20 +63,20 @@ def test_a_spec_prints_as_it_was_written(text):
 @pytest.mark.parametrize(("start", "end"), [(3, 2), (-1, 2)])
 def test_an_empty_span_does_not_exist(start, end):
     with pytest.raises(ConfigError, match="the range is empty"):
-        LayerSpan(start, end)
+        LayerRange(start, end)
 
 
 @given(spans())
 def test_a_span_is_the_set_of_its_layers(span):
-    assert len(span) == len(span.layers)
-    assert [n for n in range(-2, 202) if n in span] == list(span.layers)
+    assert len(span) == len(span.indices)
+    assert [n for n in range(-2, 202) if n in span] == list(span.indices)
     assert "3" not in span
 
 
 def test_a_span_prints_its_head():
-    assert str(LayerSpan(13, 24, has_output=True)) == "13-24 and the output head"
-    assert str(LayerSpan(0, 12)) == "0-12"
-    assert whole_model(3) == LayerSpan(0, 2, has_output=True)
+    assert str(LayerRange(13, 24, has_output=True)) == "13-24 and the output head"
+    assert str(LayerRange(0, 12)) == "0-12"
+    assert whole_model(3) == LayerRange(0, 2, has_output=True)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_balanced_cuts_are_contiguous_and_as_even_as_brute_force(weights, data):
     n_parts = data.draw(st.integers(1, len(weights)))
     head = data.draw(st.integers(0, 50))
     cuts = balanced_cuts(weights, n_parts, head)
-    assert [layer for span in cuts for layer in span.layers] == list(range(len(weights)))
-    assert [span.has_output for span in cuts] == [False] * (n_parts - 1) + [True]
+    assert [layer for layers in cuts for layer in layers.indices] == list(range(len(weights)))
+    assert [layers.has_output for layers in cuts] == [False] * (n_parts - 1) + [True]
     loaded = [*weights[:-1], weights[-1] + head]
     choices = itertools.combinations(range(1, len(weights)), n_parts - 1)
     best = min(largest_part(loaded, ends) for ends in choices)
-    assert largest_part(loaded, [span.start for span in cuts[1:]]) == best
+    assert largest_part(loaded, [layers.start for layers in cuts[1:]]) == best
 
 
 @pytest.mark.parametrize("n_parts", [0, 4])

@@ -24,7 +24,7 @@ import pytest
 
 from ds4py.stage.mailbox import Mailbox
 from ds4py.transport.sockets import set_timeout
-from ds4py.worker.credits import Places
+from ds4py.worker.credits import Credits
 
 N_WAITS = 10_000
 LONGEST = 2.0
@@ -58,8 +58,8 @@ def mailbox(_: ExitStack) -> tuple[Wait, Wake]:
 
 
 def places(_: ExitStack) -> tuple[Wait, Wake]:
-    room = Places(0)
-    return lambda timeout: room.take(timeout=timeout) and None, room.give_back
+    room = Credits(0)
+    return lambda timeout: room.acquire(timeout=timeout) and None, room.release
 
 
 def lock(_: ExitStack) -> tuple[Wait, Wake]:
@@ -163,7 +163,7 @@ def event_loop(stack: ExitStack) -> tuple[Wait, Wake]:
 
 KINDS = {
     "Mailbox": mailbox,
-    "Places": places,
+    "Credits": places,
     "Lock": lock,
     "Semaphore": semaphore,
     "Event": event,

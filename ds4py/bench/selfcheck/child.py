@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ds4py.bench.selfcheck.timers import Job, timed_job
+from ds4py.bench.selfcheck.timers import TimedJob, timed_job
 from ds4py.config import CoordinatorConfig, EngineConfig, PrefillTuning, SocketConfig
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import open_runner
 
 
@@ -27,10 +27,10 @@ def main(model: str, n_ctx: str, chunk: str) -> None:
     runner = open_runner(EngineConfig(model=Path(model), n_ctx=int(n_ctx), n_slots=1, threads=1))
     config = CoordinatorConfig(prefill=PrefillTuning(chunk=int(chunk) or None))
     coordinator = Coordinator(runner.card, runner.n_ctx, config, SocketConfig(), local=runner)
-    backend = ClusterBackend(coordinator, 1)
+    backend = SessionPool(coordinator, 1)
     _say("ready")
     for line in sys.stdin:
-        _say(timed_job(backend, Job.parse(line)))
+        _say(timed_job(backend, TimedJob.parse(line)))
     coordinator.close()
 
 

@@ -12,18 +12,18 @@ from typing import Final
 
 from ds4py.bench.selfcheck import targets
 from ds4py.bench.selfcheck.llama import NO_LLAMA, llama_bench, one_process
-from ds4py.bench.selfcheck.processes import Subject, child, take_turns, told_rates, whole_model
+from ds4py.bench.selfcheck.processes import TimedProcess, child, take_turns, told_rates, whole_model
 from ds4py.bench.selfcheck.sections import LLAMA_1B_Q4_K, LLAMA_1B_Q8_0, SMOLLM2, Bench
 from ds4py.bench.selfcheck.targets import Finding, found, median_ratio, not_run
-from ds4py.bench.selfcheck.timers import Job
+from ds4py.bench.selfcheck.timers import TimedJob
 
 MODELS: Final = {
     "SmolLM2 Q4_1": SMOLLM2,
     "1B Q4_K": LLAMA_1B_Q4_K,
     "1B Q8_0": LLAMA_1B_Q8_0,
 }
-PREFILL: Final = Job("prefill", 512)
-DECODE: Final = Job("decode", 64)
+PREFILL: Final = TimedJob("prefill", 512)
+DECODE: Final = TimedJob("decode", 64)
 _N_CTX: Final = 1024
 
 
@@ -47,12 +47,12 @@ def _compare(bench: Bench, name: str, file: str) -> Iterator[Finding]:
         ours = stack.enter_context(child("ds4py", whole_model(model, n_ctx=_N_CTX)))
         theirs = stack.enter_context(_baseline(bench, file))
         rates = take_turns((ours, theirs), (PREFILL, DECODE), bench.rounds, bench.step)
-    for bar, job in ((targets.PREFILL[name], PREFILL), (targets.DECODE[name], DECODE)):
+    for target, job in ((targets.PREFILL[name], PREFILL), (targets.DECODE[name], DECODE)):
         ratio = median_ratio(rates[ours.name][job], rates[theirs.name][job])
-        yield found(bar, ratio, cores=bench.cores, detail=told_rates(rates, job))
+        yield found(target, ratio, cores=bench.cores, detail=told_rates(rates, job))
 
 
-def _baseline(bench: Bench, file: str) -> AbstractContextManager[Subject]:
+def _baseline(bench: Bench, file: str) -> AbstractContextManager[TimedProcess]:
     if bench.llama_bench is not None:
         return nullcontext(llama_bench(bench.llama_bench, bench.model(file)))
     assert bench.llama is not None

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from ds4py.bench.selfcheck import targets
-from ds4py.bench.selfcheck.null_runner import LOOPBACK, N_CTX, StubRunner, stub_card
+from ds4py.bench.selfcheck.null_runner import LOOPBACK, N_CTX, NullRunner, null_card
 from ds4py.bench.selfcheck.processes import pinned_here, ready, running
 from ds4py.bench.selfcheck.sections import Bench
 from ds4py.bench.selfcheck.targets import Finding, found, median_ratio
@@ -25,7 +25,7 @@ from ds4py.config import Address, CoordinatorConfig, RouteEntry, SocketConfig
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.errors import ClusterError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, Socket
 from ds4py.wire.frames import HEADER_BYTES, FrameType
@@ -63,7 +63,7 @@ def hop_medians(rounds: int, n_tokens: int, step: Callable[[str], None]) -> dict
     """
     usec: dict[int, list[float]] = {n: [] for n in _HOPS}
     with ExitStack() as stack:
-        sessions = {n: stack.enter_context(stub_session(n)) for n in _HOPS}
+        sessions = {n: stack.enter_context(null_session(n)) for n in _HOPS}
         for turn in range(rounds + 1):
             for n, session in sessions.items():
                 step(f"a token over {n} hops")
@@ -74,7 +74,7 @@ def hop_medians(rounds: int, n_tokens: int, step: Callable[[str], None]) -> dict
 
 
 @contextmanager
-def stub_session(n_hops: int) -> Iterator[Session]:
+def null_session(n_hops: int) -> Iterator[Session]:
     """Start workers of one layer each, and a coordinator with the layer before them."""
     n_layers = n_hops + 1
     with ExitStack() as stack:
@@ -90,11 +90,11 @@ def stub_session(n_hops: int) -> Iterator[Session]:
             ]
             stage = stack.enter_context(running(f"stub of layer {layer}", command, layer))
             ports.append(int(stage.ask("")))
-        own = StubRunner(LayerSpan(0, 0, has_output=n_hops == 0), n_layers)
+        own = NullRunner(LayerRange(0, 0, has_output=n_hops == 0), n_layers)
         config = CoordinatorConfig(
             route=tuple(RouteEntry(Address(LOOPBACK.host, port)) for port in ports), n_sessions=1
         )
-        coordinator = Coordinator(stub_card(n_layers), N_CTX, config, SocketConfig(), local=own)
+        coordinator = Coordinator(null_card(n_layers), N_CTX, config, SocketConfig(), local=own)
         backend = stack.enter_context(ready(coordinator))
         yield stack.enter_context(backend.lease(()))
 

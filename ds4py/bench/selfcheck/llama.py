@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ds4py.bench.selfcheck.processes import LOOPBACK, Running, Subject, child, running
-from ds4py.bench.selfcheck.timers import DECODE_CONTEXT, Job
+from ds4py.bench.selfcheck.processes import LOOPBACK, Running, TimedProcess, child, running
+from ds4py.bench.selfcheck.timers import DECODE_CONTEXT, TimedJob
 from ds4py.config import Address, SocketConfig
 from ds4py.errors import ClusterError, ConfigError, ConnectError
 from ds4py.transport.sockets import Listener, connect
@@ -78,14 +78,14 @@ def find_llama(python: Path | None) -> Llama | None:
 
 
 @contextmanager
-def one_process(llama: Llama, model: Path, *, n_ctx: int) -> Iterator[Subject]:
+def one_process(llama: Llama, model: Path, *, n_ctx: int) -> Iterator[TimedProcess]:
     """Start llama.cpp with one thread on the first core."""
     with child(NAME, llama.command("--model", model, "--ctx", n_ctx)) as subject:
         yield subject
 
 
 @contextmanager
-def over_rpc(llama: Llama, model: Path, n_servers: int, *, n_ctx: int) -> Iterator[Subject]:
+def over_rpc(llama: Llama, model: Path, n_servers: int, *, n_ctx: int) -> Iterator[TimedProcess]:
     """Start RPC servers with one thread each, the i-th on core i, and a process that drives them.
 
     Each server has an equal part of the layers; the process that drives them may use any core.
@@ -119,12 +119,12 @@ def _free_address() -> Address:
     return listener.address
 
 
-def llama_bench(program: Path, model: Path) -> Subject:
+def llama_bench(program: Path, model: Path) -> TimedProcess:
     """Return llama.cpp's own benchmark program as something to time; it loads the model anew."""
-    return Subject(f"{NAME} (llama-bench)", lambda job: _bench_seconds(program, model, job))
+    return TimedProcess(f"{NAME} (llama-bench)", lambda job: _bench_seconds(program, model, job))
 
 
-def _bench_seconds(program: Path, model: Path, job: Job) -> float:
+def _bench_seconds(program: Path, model: Path, job: TimedJob) -> float:
     sizes: Sequence[object] = ("-p", job.n, "-n", 0)
     if job.what == "decode":
         sizes = ("-p", 0, "-n", job.n, "-d", DECODE_CONTEXT)

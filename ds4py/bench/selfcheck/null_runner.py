@@ -14,9 +14,16 @@ import numpy as np
 
 from ds4py.activations import F32, HiddenBatch
 from ds4py.config import Address, SocketConfig, WorkerConfig
-from ds4py.contracts import ModelCard, SessionId, SliceOutput, SliceWork, Started, Want
+from ds4py.contracts import (
+    ForwardOutput,
+    ForwardRequest,
+    ModelCard,
+    OutputKind,
+    PendingForward,
+    SessionId,
+)
 from ds4py.errors import Ds4Error, SnapshotError
-from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType, encode_header
@@ -30,7 +37,7 @@ LOOPBACK: Final = Address("127.0.0.1", 0)
 _N_VOCAB: Final = 256
 
 
-def stub_card(n_layers: int) -> ModelCard:
+def null_card(n_layers: int) -> ModelCard:
     """Return the identity of a model that is not there."""
     return ModelCard(
         model_id=0x80000001,
@@ -44,8 +51,8 @@ def stub_card(n_layers: int) -> ModelCard:
     )
 
 
-class StubRunner:
-    """A `contracts.SliceRunner` that hands back what it got, or the same logits each time."""
+class NullRunner:
+    """A `contracts.ModelRunner` that hands back what it got, or the same logits each time."""
 
     n_ctx = N_CTX
     n_slots = 4
@@ -53,32 +60,32 @@ class StubRunner:
     weight_bytes = 0
     overlaps = False
 
-    def __init__(self, span: LayerSpan, n_layers: int):
-        self.span = span
-        self.has_head = span.has_output
-        self.card = stub_card(n_layers)
+    def __init__(self, layers: LayerRange, n_layers: int):
+        self.layers = layers
+        self.has_head = layers.has_output
+        self.card = null_card(n_layers)
         self._row = HiddenBatch.pack(np.ones((1, WIDTH), np.float32), 32)
         self._logits = np.zeros(_N_VOCAB, np.float32)
         self._lengths: dict[SessionId, int] = {}
 
-    def run(self, batch: Sequence[SliceWork]) -> list[SliceOutput | Ds4Error]:
+    def run(self, batch: Sequence[ForwardRequest]) -> list[ForwardOutput | Ds4Error]:
         """Answer each span of one token from what is there already."""
         return [self._answer(work) for work in batch]
 
-    def start(self, batch: Sequence[SliceWork]) -> Started:
+    def forward_async(self, batch: Sequence[ForwardRequest]) -> PendingForward:
         """Answer each span; nothing is on its way afterwards."""
         answers = self.run(batch)
-        return Started(refused={}, complete=lambda: answers, ready=lambda: True)
+        return PendingForward(refused={}, complete=lambda: answers, ready=lambda: True)
 
-    def _answer(self, work: SliceWork) -> SliceOutput:
+    def _answer(self, work: ForwardRequest) -> ForwardOutput:
         self._lengths[work.session] = work.pos0 + len(work.tokens)
-        match work.want:
-            case Want.LOGITS:
-                return SliceOutput(logits=self._logits)
-            case Want.HIDDEN:
-                return SliceOutput(hidden=work.hidden or self._row)
-            case Want.NOTHING:
-                return SliceOutput()
+        match work.output_kind:
+            case OutputKind.LOGITS:
+                return ForwardOutput(logits=self._logits)
+            case OutputKind.HIDDEN:
+                return ForwardOutput(hidden=work.hidden or self._row)
+            case OutputKind.NOTHING:
+                return ForwardOutput()
 
     def apply_head(self, row: HiddenBatch) -> F32:
         """Return the same logits for any row."""
@@ -119,9 +126,9 @@ class StubRunner:
 
 def serve_stage(layer: int, n_layers: int) -> None:
     """Be a worker with one layer until stdin ends; says its port."""
-    span = LayerSpan(layer, layer, has_output=layer == n_layers - 1)
+    layers = LayerRange(layer, layer, has_output=layer == n_layers - 1)
     config = WorkerConfig(layers=LayerSpec(layer, layer), listen=LOOPBACK)
-    worker = Worker(StubRunner(span, n_layers), config, SocketConfig())
+    worker = Worker(NullRunner(layers, n_layers), config, SocketConfig())
     worker.start()
     _say(worker.address.port)
     sys.stdin.read()

@@ -24,16 +24,23 @@ from ds4py.bench.selfcheck.processes import (
     whole_model,
 )
 from ds4py.bench.selfcheck.sections import SMOLLM2, Bench
-from ds4py.bench.selfcheck.targets import Bar, Finding, found, ideal_speedup, median_ratio, not_run
-from ds4py.bench.selfcheck.timers import Job
+from ds4py.bench.selfcheck.targets import (
+    Finding,
+    Target,
+    found,
+    ideal_speedup,
+    median_ratio,
+    not_run,
+)
+from ds4py.bench.selfcheck.timers import TimedJob
 from ds4py.config import EngineConfig
 from ds4py.engine.open import read_model
-from ds4py.layer_range import LayerSpan, balanced_cuts
+from ds4py.layer_range import LayerRange, balanced_cuts
 from ds4py.tracing.events import COORDINATOR, Shares
 
 STAGES: Final = (2, 3)
 PREFILLS: Final = (2048, 8192)
-RPC_JOB: Final = Job("prefill", 2048)
+RPC_JOB: Final = TimedJob("prefill", 2048)
 _N_CTX: Final = 8192
 _WORKERS: Final = WorkerSettings(n_ctx=_N_CTX)
 _ALONE: Final = "1 process"
@@ -43,7 +50,7 @@ def measure(bench: Bench) -> Iterator[Finding]:
     """Yield each route's part of the ideal, and two workers against llama.cpp's RPC."""
     why = bench.missing(SMOLLM2)
     if why:
-        yield from (not_run(bar, why) for bar in (*targets.PIPELINE.values(), targets.RPC))
+        yield from (not_run(target, why) for target in (*targets.PIPELINE.values(), targets.RPC))
         return
     yield from _routes(bench)
     if bench.llama is None or not bench.llama.has_rpc:
@@ -55,7 +62,7 @@ def measure(bench: Bench) -> Iterator[Finding]:
 def _routes(bench: Bench) -> Iterator[Finding]:
     """Yield the parts of the ideal; all routes stand ready while one is measured."""
     model = bench.model(SMOLLM2)
-    jobs = [Job("prefill", n) for n in PREFILLS]
+    jobs = [TimedJob("prefill", n) for n in PREFILLS]
     with ExitStack() as stack:
         bench.step("starting routes")
         alone = whole_model(model, n_ctx=_N_CTX, chunk=bench.chunk)
@@ -87,13 +94,15 @@ def stage_name(n: int) -> str:
     return f"{n} workers"
 
 
-def part_of_ideal(bench: Bench, bar: Bar, rates: Rates, n_stages: int, job: Job) -> Finding:
+def part_of_ideal(
+    bench: Bench, target: Target, rates: Rates, n_stages: int, job: TimedJob
+) -> Finding:
     """Return how near to a full pipeline a route comes."""
     n_chunks = -(-job.n // bench.chunk)
     speedup = median_ratio(rates[stage_name(n_stages)][job], rates[_ALONE][job])
     ideal = ideal_speedup(n_stages, n_chunks, bench.cores)
     detail = f"{speedup:.2f}x of {ideal:.2f}x in {n_chunks} chunks; {told_rates(rates, job)}"
-    return found(bar, speedup / ideal, cores=bench.cores, detail=detail)
+    return found(target, speedup / ideal, cores=bench.cores, detail=detail)
 
 
 def _beside_rpc(bench: Bench) -> Finding:
@@ -110,7 +119,7 @@ def _beside_rpc(bench: Bench) -> Finding:
     return found(targets.RPC, ratio, cores=bench.cores, detail=told_rates(rates, RPC_JOB))
 
 
-def even_cuts(bench: Bench, n_stages: int) -> list[LayerSpan]:
+def even_cuts(bench: Bench, n_stages: int) -> list[LayerRange]:
     """Return spans of equal numbers of layers: of a prompt, the head sees one row only."""
     card, _ = read_model(EngineConfig(model=bench.model(SMOLLM2)))
     return balanced_cuts([1] * card.n_layers, n_stages)

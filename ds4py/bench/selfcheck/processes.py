@@ -21,7 +21,7 @@ from typing import Final
 
 import psutil  # type: ignore[import-untyped]  # the package has no annotations
 
-from ds4py.bench.selfcheck.timers import Job, timed_job
+from ds4py.bench.selfcheck.timers import TimedJob, timed_job
 from ds4py.config import (
     Address,
     CoordinatorConfig,
@@ -31,11 +31,11 @@ from ds4py.config import (
     SocketConfig,
 )
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import read_model
 from ds4py.errors import ClusterError
-from ds4py.layer_range import LayerSpan
-from ds4py.tracing.events import Recorder, Shares, stage_shares
+from ds4py.layer_range import LayerRange
+from ds4py.tracing.events import Shares, TraceRecorder, stage_shares
 
 LOOPBACK: Final = "127.0.0.1"
 _READY_SECONDS: Final = 300.0
@@ -44,7 +44,7 @@ _PAUSE_SECONDS: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TimedProcess:
     """Something that can be timed.
 
     Args:
@@ -53,15 +53,18 @@ class Subject:
     """
 
     name: str
-    run: Callable[[Job], float]
+    run: Callable[[TimedJob], float]
 
 
-Rates = dict[str, dict[Job, list[float]]]
+Rates = dict[str, dict[TimedJob, list[float]]]
 """Tokens per second of each round, by subject and job."""
 
 
 def take_turns(
-    subjects: Sequence[Subject], jobs: Sequence[Job], rounds: int, step: Callable[[str], None]
+    subjects: Sequence[TimedProcess],
+    jobs: Sequence[TimedJob],
+    rounds: int,
+    step: Callable[[str], None],
 ) -> Rates:
     """Do every job with every subject once a round.
 
@@ -79,14 +82,14 @@ def take_turns(
         for job in jobs:
             for subject in subjects if turn % 2 else reversed(subjects):
                 step(f"{subject.name}: {job}")
-                warm_up = Job(job.what, min(job.n, 64))
+                warm_up = TimedJob(job.what, min(job.n, 64))
                 seconds = subject.run(job if turn else warm_up)
                 if turn:
                     rates[subject.name][job].append(job.n / seconds)
     return rates
 
 
-def told_rates(rates: Rates, job: Job) -> str:
+def told_rates(rates: Rates, job: TimedJob) -> str:
     """Return the median rate of every subject as text."""
     medians = {name: statistics.median(by_job[job]) for name, by_job in rates.items()}
     return ", ".join(f"{name} {median:.3g} t/s" for name, median in medians.items())
@@ -209,12 +212,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def child(name: str, command: Sequence[object], core: int | None = 0) -> Iterator[Subject]:
+def child(name: str, command: Sequence[object], core: int | None = 0) -> Iterator[TimedProcess]:
     """Run a program that says "ready" and then answers each line of a job with seconds."""
     with running(name, command, core) as process:
         if process.ask("") != "ready":
             raise process.failed("is not ready")
-        yield Subject(name, lambda job: float(process.ask(str(job))))
+        yield TimedProcess(name, lambda job: float(process.ask(str(job))))
 
 
 def whole_model(model: Path, *, n_ctx: int, chunk: int = 0) -> list[object]:
@@ -272,7 +275,7 @@ class WorkerSettings:
 
 @contextmanager
 def worker(
-    model: Path, layers: LayerSpan, settings: WorkerSettings, *, core: int | None = None
+    model: Path, layers: LayerRange, settings: WorkerSettings, *, core: int | None = None
 ) -> Iterator[WorkerProcess]:
     """Start a worker with one thread and wait until it is ready."""
     command = [*settings.prefix, installed("ds4py-server"), "--dist-role", "worker", "-m", model]
@@ -296,16 +299,16 @@ class RouteUnderTest:
         shares: What the stages did with the time of the last job of each kind, by stage name.
     """
 
-    backend: ClusterBackend
-    recorder: Recorder
+    backend: SessionPool
+    recorder: TraceRecorder
     workers: tuple[WorkerProcess, ...]
-    shares: dict[Job, dict[str, Shares]] = field(default_factory=dict)
+    shares: dict[TimedJob, dict[str, Shares]] = field(default_factory=dict)
 
-    def subject(self, name: str) -> Subject:
+    def subject(self, name: str) -> TimedProcess:
         """Return the route as something to time."""
-        return Subject(name, self._run)
+        return TimedProcess(name, self._run)
 
-    def _run(self, job: Job) -> float:
+    def _run(self, job: TimedJob) -> float:
         self.recorder.take()
         seconds = timed_job(self.backend, job)
         self.shares[job] = stage_shares(self.recorder.take())
@@ -314,28 +317,28 @@ class RouteUnderTest:
 
 @contextmanager
 def route(
-    model: Path, spans: Sequence[LayerSpan], settings: WorkerSettings, *, chunk: int
+    model: Path, ranges: Sequence[LayerRange], settings: WorkerSettings, *, chunk: int
 ) -> Iterator[RouteUnderTest]:
     """Start a worker for each span, the i-th on core i, and a coordinator that drives them."""
     card, n_ctx = read_model(EngineConfig(model=model, n_ctx=settings.n_ctx))
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(worker(model, span, settings, core=core))
-            for core, span in enumerate(spans)
+            stack.enter_context(worker(model, layers, settings, core=core))
+            for core, layers in enumerate(ranges)
         ]
         config = CoordinatorConfig(
             route=tuple(RouteEntry(Address(LOOPBACK, w.port)) for w in workers),
             prefill=PrefillTuning(chunk=chunk),
             n_sessions=settings.n_sessions,
         )
-        recorder = Recorder()
+        recorder = TraceRecorder()
         coordinator = Coordinator(card, n_ctx, config, SocketConfig(), trace=recorder)
         backend = stack.enter_context(ready(coordinator))
         yield RouteUnderTest(backend, recorder, tuple(workers))
 
 
 @contextmanager
-def ready(coordinator: Coordinator) -> Iterator[ClusterBackend]:
+def ready(coordinator: Coordinator) -> Iterator[SessionPool]:
     """Start a coordinator whose workers are there; closed at the end.
 
     Raises:
@@ -346,4 +349,4 @@ def ready(coordinator: Coordinator) -> Iterator[ClusterBackend]:
         deadline = time.monotonic() + _READY_SECONDS
         if not coordinator.wait_ready(lambda: time.monotonic() > deadline, lambda _: None):
             raise ClusterError(f"not reached in time: {coordinator.health().missing}")
-        yield ClusterBackend(coordinator, coordinator.config.n_sessions)
+        yield SessionPool(coordinator, coordinator.config.n_sessions)

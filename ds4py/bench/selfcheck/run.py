@@ -57,23 +57,23 @@ def _guarded(bench: Bench, name: str) -> Iterator[Finding]:
     done, why = set(), "left out"
     try:
         for finding in SECTIONS[name](bench):
-            done.add(finding.bar)
+            done.add(finding.target)
             yield finding
     except Ds4Error as e:
         why = str(e)
-    for bar in targets.ALL:
-        if bar.section == name and bar not in done:
-            yield not_run(bar, why, failed=True)
+    for target in targets.ALL:
+        if target.section == name and target not in done:
+            yield not_run(target, why, failed=True)
 
 
 def table(findings: Sequence[Finding]) -> Table:
     """Show every finding in a line."""
     shown = Table("bar", "measured", "wanted", "verdict", "figures")
     for f in findings:
-        value = "" if f.value is None else f.bar.write(f.value)
+        value = "" if f.value is None else f.target.write(f.value)
         verdict = f"[{_COLOURS[f.verdict]}]{f.verdict.value}[/]"
         detail = "; ".join(filter(None, (f.obstacle, f.detail)))
-        shown.add_row(f.bar.name, value, f.bar.wanted, verdict, detail)
+        shown.add_row(f.target.name, value, f.target.wanted, verdict, detail)
     return shown
 
 

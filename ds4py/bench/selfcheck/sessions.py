@@ -19,7 +19,7 @@ from ds4py.bench.selfcheck import targets
 from ds4py.bench.selfcheck.pipeline import even_cuts
 from ds4py.bench.selfcheck.processes import WorkerSettings, route
 from ds4py.bench.selfcheck.sections import SMOLLM2, Bench
-from ds4py.bench.selfcheck.targets import Bar, Finding, found, median_ratio, not_run
+from ds4py.bench.selfcheck.targets import Finding, Target, found, median_ratio, not_run
 from ds4py.bench.selfcheck.timers import DECODE_CONTEXT, random_tokens
 from ds4py.contracts import Backend, Session
 
@@ -34,15 +34,15 @@ def measure(bench: Bench) -> Iterator[Finding]:
     """Yield the rates with and without batching, and the worst pause."""
     if why := bench.missing(SMOLLM2):
         yield from (
-            not_run(bar, why) for bar in (targets.BATCHED, targets.UNBATCHED, targets.PAUSE)
+            not_run(target, why) for target in (targets.BATCHED, targets.UNBATCHED, targets.PAUSE)
         )
         return
-    for bar, batching in ((targets.BATCHED, True), (targets.UNBATCHED, False)):
+    for target, batching in ((targets.BATCHED, True), (targets.UNBATCHED, False)):
         settings = WorkerSettings(n_ctx=_N_CTX, n_sessions=N_SESSIONS, batching=batching)
         bench.step(f"{N_SESSIONS} sessions, batching {'on' if batching else 'off'}: starting")
-        model, spans = bench.model(SMOLLM2), even_cuts(bench, 2)
-        with route(model, spans, settings, chunk=bench.chunk) as under_test:
-            yield _rates(bench, under_test.backend, bar)
+        model, ranges = bench.model(SMOLLM2), even_cuts(bench, 2)
+        with route(model, ranges, settings, chunk=bench.chunk) as under_test:
+            yield _rates(bench, under_test.backend, target)
             if batching:
                 yield _pause(bench, under_test.backend)
 
@@ -50,16 +50,16 @@ def measure(bench: Bench) -> Iterator[Finding]:
 # --- rates ----------------------------------------------------------------------------------------
 
 
-def _rates(bench: Bench, backend: Backend, bar: Bar) -> Finding:
+def _rates(bench: Bench, backend: Backend, target: Target) -> Finding:
     decode_rate(backend, N_SESSIONS, 4)  # first-use costs
     one, many = [], []
     for turn in range(bench.rounds):
-        bench.step(f"{bar.name}: round {turn + 1}")
+        bench.step(f"{target.name}: round {turn + 1}")
         one.append(decode_rate(backend, 1, _N_TOKENS))
         many.append(decode_rate(backend, N_SESSIONS, _N_TOKENS))
     alone, together = statistics.median(one), statistics.median(many)
     detail = f"one session {alone:.3g} t/s, {N_SESSIONS} together {together:.3g} t/s"
-    return found(bar, median_ratio(many, one), cores=bench.cores, detail=detail)
+    return found(target, median_ratio(many, one), cores=bench.cores, detail=detail)
 
 
 def decode_rate(backend: Backend, n_sessions: int, n_tokens: int) -> float:

@@ -22,10 +22,10 @@ from ds4py.bench.selfcheck import targets
 from ds4py.bench.selfcheck.processes import RouteUnderTest, WorkerSettings, installed, route, worker
 from ds4py.bench.selfcheck.sections import GEMMA3, LLAMA_1B_Q4_K, Bench
 from ds4py.bench.selfcheck.targets import Finding, found, not_run
-from ds4py.bench.selfcheck.timers import Job, timed_job
+from ds4py.bench.selfcheck.timers import TimedJob, timed_job
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.summary import summarize
-from ds4py.layer_range import LayerSpan, balanced_cuts
+from ds4py.layer_range import LayerRange, balanced_cuts
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
 from ds4py.tracing.events import COORDINATOR
 
@@ -47,7 +47,7 @@ def measure(bench: Bench) -> Iterator[Finding]:
     yield _open(bench)
     why = bench.missing(LLAMA_1B_Q4_K)
     if why:
-        yield from (not_run(bar, why) for bar in (targets.READY, targets.MEMORY))
+        yield from (not_run(target, why) for target in (targets.READY, targets.MEMORY))
     else:
         yield _ready(bench)
         yield _memory(bench)
@@ -101,11 +101,11 @@ def _ready(bench: Bench) -> Finding:
     model = bench.model(LLAMA_1B_Q4_K)
     with GgufFile.open(model) as file:
         n_layers = summarize(file).n_layers
-    one, many = (LayerSpan(1, last, has_output=False) for last in (1, n_layers - 2))
+    one, many = (LayerRange(1, last, has_output=False) for last in (1, n_layers - 2))
     more = tensor_places(model, range(2, n_layers - 1))
     n_bytes = sum(size for _, size in more)
 
-    def start(layers: LayerSpan) -> float:
+    def start(layers: LayerRange) -> float:
         bench.step(f"starting a worker of layers {layers}")
         forget_cached(model)
         with worker(model, layers, _WORKERS, core=0) as started:
@@ -163,16 +163,16 @@ def _memory(bench: Bench) -> Finding:
     """Fill the cache of two workers and compare what they hold with what they must hold."""
     model = bench.model(LLAMA_1B_Q4_K)
     with GgufFile.open(model) as file:
-        spans = balanced_cuts([1] * summarize(file).n_layers, 2)
-        kv = [kv_bytes(file, span, _N_CTX) for span in spans]
+        ranges = balanced_cuts([1] * summarize(file).n_layers, 2)
+        kv = [kv_bytes(file, layers, _N_CTX) for layers in ranges]
     bench.step("filling the caches of two workers")
-    with route(model, spans, _WORKERS, chunk=_CHUNK) as under_test:
-        timed_job(under_test.backend, Job("prefill", _N_CTX))
+    with route(model, ranges, _WORKERS, chunk=_CHUNK) as under_test:
+        timed_job(under_test.backend, TimedJob("prefill", _N_CTX))
         packed, held = _weights(under_test), _resident(under_test)
     ratios = [h / (w + k + MEMORY_CONSTANT) for h, w, k in zip(held, packed, kv, strict=True)]
     worst = ratios.index(max(ratios))
     detail = (
-        f"layers {spans[worst]}: {held[worst] / 1e6:.0f} MB held; weights "
+        f"layers {ranges[worst]}: {held[worst] / 1e6:.0f} MB held; weights "
         f"{packed[worst] / 1e6:.0f} + KV {kv[worst] / 1e6:.0f} + {MEMORY_CONSTANT / 1e6:.0f} MB"
     )
     return found(targets.MEMORY, ratios[worst], cores=bench.cores, detail=detail)
@@ -189,9 +189,9 @@ def _resident(under_test: RouteUnderTest) -> list[int]:
     return [psutil.Process(pid).memory_info().rss for pid in pids]
 
 
-def kv_bytes(file: GgufFile, span: LayerSpan, n_tokens: int) -> int:
+def kv_bytes(file: GgufFile, layers: LayerRange, n_tokens: int) -> int:
     """Return the bytes of keys and values of a llama's layers, two bytes a value."""
     number = file.metadata.require_int
     d_head = number("llama.embedding_length") // number("llama.attention.head_count")
     row = number("llama.attention.head_count_kv") * d_head
-    return 2 * len(span) * n_tokens * row * _KV_VALUE_BYTES
+    return 2 * len(layers) * n_tokens * row * _KV_VALUE_BYTES

@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class Target:
     """One thing that must be fast enough.
 
     Args:
@@ -70,14 +70,14 @@ class Finding:
     """What was found for one bar.
 
     Args:
-        bar: Which.
+        target: Which.
         value: In the bar's unit; None if nothing was measured.
         detail: The figures behind the value, or why there is none.
         obstacle: Why the value can not be judged; empty if it can.
         failed: Whether measuring it went wrong.
     """
 
-    bar: Bar
+    target: Target
     value: float | None
     detail: str = ""
     obstacle: str = ""
@@ -90,31 +90,31 @@ class Finding:
             return Verdict.FAILED if self.failed else Verdict.NOT_RUN
         if self.obstacle:
             return Verdict.NOT_JUDGED
-        return Verdict.PASS if self.bar.met_by(self.value) else Verdict.SHORT
+        return Verdict.PASS if self.target.met_by(self.value) else Verdict.SHORT
 
     def as_object(self) -> dict[str, object]:
         """Return what a JSON line tells."""
         return {
-            "section": self.bar.section,
-            "bar": self.bar.name,
+            "section": self.target.section,
+            "bar": self.target.name,
             "value": None if self.value is None else round(self.value, 4),
-            "limit": self.bar.limit,
-            "unit": self.bar.unit,
-            "at_least": self.bar.at_least,
+            "limit": self.target.limit,
+            "unit": self.target.unit,
+            "at_least": self.target.at_least,
             "verdict": self.verdict.value,
             "detail": "; ".join(filter(None, (self.detail, self.obstacle))),
         }
 
 
-def found(bar: Bar, value: float, *, cores: int, detail: str = "") -> Finding:
+def found(target: Target, value: float, *, cores: int, detail: str = "") -> Finding:
     """Return a measured value, judged if there were cores enough."""
-    obstacle = "" if cores >= bar.cores else f"needs {bar.cores} cores, has {cores}"
-    return Finding(bar=bar, value=value, detail=detail, obstacle=obstacle)
+    obstacle = "" if cores >= target.cores else f"needs {target.cores} cores, has {cores}"
+    return Finding(target=target, value=value, detail=detail, obstacle=obstacle)
 
 
-def not_run(bar: Bar, why: str, *, failed: bool = False) -> Finding:
+def not_run(target: Target, why: str, *, failed: bool = False) -> Finding:
     """Return a bar that nothing was measured for."""
-    return Finding(bar=bar, value=None, detail=why, failed=failed)
+    return Finding(target=target, value=None, detail=why, failed=failed)
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -134,12 +134,12 @@ def ideal_speedup(n_stages: int, n_chunks: int, cores: int) -> float:
     return min(n_stages * n_chunks / (n_chunks + n_stages - 1), float(cores))
 
 
-def _less(section: str, name: str, limit: float, unit: Unit) -> Bar:
-    return Bar(section=section, name=name, limit=limit, unit=unit, at_least=False)
+def _less(section: str, name: str, limit: float, unit: Unit) -> Target:
+    return Target(section=section, name=name, limit=limit, unit=unit, at_least=False)
 
 
-def _more(section: str, name: str, limit: float, unit: Unit = "x", cores: int = 1) -> Bar:
-    return Bar(section=section, name=name, limit=limit, unit=unit, cores=cores)
+def _more(section: str, name: str, limit: float, unit: Unit = "x", cores: int = 1) -> Target:
+    return Target(section=section, name=name, limit=limit, unit=unit, cores=cores)
 
 
 PREFILL: Final = {

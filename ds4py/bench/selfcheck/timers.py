@@ -20,7 +20,7 @@ _FIRST_WORD: Final = 10  # below are special tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TimedJob:
     """Something to time.
 
     Args:
@@ -35,7 +35,7 @@ class Job:
         return f"{self.what} {self.n}"
 
     @classmethod
-    def parse(cls, text: str) -> Job:
+    def parse(cls, text: str) -> TimedJob:
         """Read what `str` has written."""
         what, n = text.split()
         return cls("prefill" if what == "prefill" else "decode", int(n))
@@ -46,7 +46,7 @@ def random_tokens(n: int, n_vocab: int) -> list[int]:
     return [random.randrange(_FIRST_WORD, n_vocab) for _ in range(n)]  # noqa: S311 - no secret
 
 
-def timed_job(backend: Backend, job: Job) -> float:
+def timed_job(backend: Backend, job: TimedJob) -> float:
     """Do a job and return the seconds it took."""
     n_vocab = backend.card.n_vocab
     n_before = 0 if job.what == "prefill" else DECODE_CONTEXT

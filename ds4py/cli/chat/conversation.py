@@ -1,6 +1,6 @@
 """A conversation, and whoever answers it, wherever the model is.
 
-Owns: `Conversation` with its file form, the protocol `Partner`, `Status`. Refuses to know: HTTP,
+Owns: `ChatHistory` with its file form, the protocol `Partner`, `Status`. Refuses to know: HTTP,
 sessions, terminals. Invariant: questions and answers alternate, and every question has its answer.
 """
 
@@ -30,7 +30,7 @@ class _Saved(msgspec.Struct, omit_defaults=True):
 
 
 @dataclass
-class Conversation:
+class ChatHistory:
     """What was said so far, and how the next question is asked.
 
     Args:
@@ -95,7 +95,7 @@ def _read(path: Path) -> list[_Saved]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageFigures:
     """A part of the route and its rates in tokens per second; 0 if it has done nothing yet."""
 
     name: str
@@ -120,14 +120,14 @@ class Status:
     where: str
     n_ctx: int
     missing: str
-    stages: tuple[Stage, ...]
+    stages: tuple[StageFigures, ...]
 
 
 class Partner(Protocol):
     """Whoever answers. Used by one thread."""
 
     def reply(
-        self, talk: Conversation, question: str, progress: Progress
+        self, talk: ChatHistory, question: str, progress: Progress
     ) -> Generator[Event, None, None]:
         """Ask a question behind a conversation; closing the generator stops the answer.
 

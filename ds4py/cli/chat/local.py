@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ds4py.api.chat import TokenTranscript, system_messages
 from ds4py.api.events import Event, Piece
 from ds4py.api.generation import rate, stream_reply
-from ds4py.cli.chat.conversation import Conversation, Progress, Stage, Status
+from ds4py.cli.chat.conversation import ChatHistory, Progress, StageFigures, Status
 from ds4py.cli.chat.interrupt import interrupted
 from ds4py.cli.chat.printing import Question
 from ds4py.config import SamplingParams
@@ -99,7 +99,7 @@ class LocalPartner:
         self._said = TokenTranscript(self._node.text)
 
     def reply(
-        self, talk: Conversation, question: str, progress: Progress
+        self, talk: ChatHistory, question: str, progress: Progress
     ) -> Generator[Event, None, None]:
         """See `Partner.reply`."""
         prompt = self._said.prompt(question, system=talk.system, think=talk.think, turns=talk.turns)
@@ -169,12 +169,12 @@ class LocalPartner:
         self._stack.close()
 
 
-def _stage(stage: StageStatus) -> Stage:
-    span = stage.span
-    layers = "no layers" if span is None else f"layers {span.start}-{span.end}"
-    return Stage(
+def _stage(stage: StageStatus) -> StageFigures:
+    layer_range = stage.layers
+    layers = "no layers" if layer_range is None else f"layers {layer_range.start}-{layer_range.end}"
+    return StageFigures(
         stage.name,
-        f"{layers} + head" if span is not None and span.has_output else layers,
+        f"{layers} + head" if layer_range is not None and layer_range.has_output else layers,
         rate(stage.prefill_tokens, stage.prefill_usec / 1e6),
         rate(stage.decode_tokens, stage.decode_usec / 1e6),
     )

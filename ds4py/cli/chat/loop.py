@@ -18,7 +18,7 @@ import click
 
 from ds4py.api.events import Event, Figures, Piece
 from ds4py.cli import exits
-from ds4py.cli.chat.conversation import Conversation, Partner, Status
+from ds4py.cli.chat.conversation import ChatHistory, Partner, Status
 from ds4py.cli.chat.line_input import Lines, read_entry
 from ds4py.cli.chat.printing import show
 from ds4py.cli.flags.question import read_text
@@ -78,7 +78,7 @@ class _Said:
             yield event
 
 
-class Chat:
+class ChatLoop:
     """One chat, from its first line to its last.
 
     Args:
@@ -93,7 +93,7 @@ class Chat:
         self,
         partner: Partner,
         lines: Lines,
-        talk: Conversation,
+        talk: ChatHistory,
         *,
         program: str,
         ids_only: bool = False,
@@ -214,7 +214,7 @@ class Chat:
         _tell("\n".join(_status_lines(self._partner.status(), self._talk, self._figures)))
 
 
-def _status_lines(status: Status, talk: Conversation, last: Figures | None) -> Iterator[str]:
+def _status_lines(status: Status, talk: ChatHistory, last: Figures | None) -> Iterator[str]:
     used = last.n_prompt + last.n_generated if last is not None else 0
     yield f"model: {exits.printable(status.model)}, {status.where}"
     yield f"context: {used} of {status.n_ctx} tokens used"

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from ds4py.api.events import Event, Figures, Piece
-from ds4py.cli.chat.conversation import Conversation, Progress, Stage, Status
+from ds4py.cli.chat.conversation import ChatHistory, Progress, StageFigures, Status
 from ds4py.cli.chat.printing import Prefill, Question, awaited
 from ds4py.config import Address
 from ds4py.errors import (
@@ -166,7 +166,7 @@ class RemotePartner:
         self._api_key = api_key
 
     def reply(
-        self, talk: Conversation, question: str, progress: Progress
+        self, talk: ChatHistory, question: str, progress: Progress
     ) -> Generator[Event, None, None]:
         """See `Partner.reply`; Ctrl+C interrupts the wait for the server."""
         turns = [*talk.turns, {"role": "user", "content": question}]
@@ -208,9 +208,9 @@ class RemotePartner:
         """See `Partner.close`."""
 
 
-def _stage(told: dict[str, Any]) -> Stage:
+def _stage(told: dict[str, Any]) -> StageFigures:
     layers = "no layers" if told["layers"] is None else f"layers {told['layers']}"
-    return Stage(
+    return StageFigures(
         str(told["name"]),
         f"{layers} + head" if told["has_output"] else layers,
         float(told["prefill_per_second"] or 0),

@@ -143,10 +143,10 @@ def _dump(flags: DiagnosticFlags, opener: NodeOpener, question: Question) -> int
     assert path is not None
     with _written(path) as out, opener.open() as node, stop_signal() as stopping:
         from ds4py.cli.chat.local import prompt_ids
-        from ds4py.cli.diagnostics.dumps import Run, dump_logits, dump_logprobs
+        from ds4py.cli.diagnostics.dumps import DumpRun, dump_logits, dump_logprobs
 
         with prompt_progress() as progress:
-            run = Run(
+            run = DumpRun(
                 node=node,
                 prompt=prompt_ids(node, question),
                 cancelled=stopping.is_set,

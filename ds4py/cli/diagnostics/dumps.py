@@ -42,7 +42,7 @@ def token_lines(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class DumpRun:
     """What is looked at, and what may stop or follow it.
 
     Args:
@@ -89,7 +89,7 @@ class _Greedy:
         return Choice(token)
 
 
-def dump_logits(run: Run, out: IO[str], *, model: str, backend: str) -> bool:
+def dump_logits(run: DumpRun, out: IO[str], *, model: str, backend: str) -> bool:
     """Write `--dump-logits`: the logits after the prompt.
 
     Args:
@@ -122,7 +122,7 @@ def dump_logits(run: Run, out: IO[str], *, model: str, backend: str) -> bool:
     return run.choose(_Greedy(show), 1)
 
 
-def dump_logprobs(run: Run, out: IO[str], *, top_k: int, max_tokens: int | None) -> bool:
+def dump_logprobs(run: DumpRun, out: IO[str], *, top_k: int, max_tokens: int | None) -> bool:
     """Write `--dump-logprobs`: the greedy answer and what else each of its tokens might have been.
 
     Args:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ds4py.gguf.summary import ModelSummary
-    from ds4py.layer_range import LayerSpan
+    from ds4py.layer_range import LayerRange
 
 DEFAULT_CUTS: Final = (2, 3, 4)
-Cuts = list[tuple[int, "list[LayerSpan]"]]
+Cuts = list[tuple[int, "list[LayerRange]"]]
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -66,9 +66,9 @@ def _cuts(summary: ModelSummary, machines: Sequence[int]) -> Cuts:
     return [(n, suggest_cuts(summary, n)) for n in counts]
 
 
-def _flag(span: LayerSpan) -> str:
+def _flag(layers: LayerRange) -> str:
     # A-B that ends on the last layer includes the output head, so the head needs no word here.
-    return f"{span.start}-{span.end}"
+    return f"{layers.start}-{layers.end}"
 
 
 def _as_object(file: Path, summary: ModelSummary, cuts: Cuts) -> dict[str, object]:
@@ -77,14 +77,14 @@ def _as_object(file: Path, summary: ModelSummary, cuts: Cuts) -> dict[str, objec
             "machines": n,
             "slices": [
                 {
-                    "layers": _flag(span),
-                    "has_output": span.has_output,
-                    "n_bytes": summary.span_bytes(span),
+                    "layers": _flag(layers),
+                    "has_output": layers.has_output,
+                    "n_bytes": summary.range_bytes(layers),
                 }
-                for span in spans
+                for layers in ranges
             ],
         }
-        for n, spans in cuts
+        for n, ranges in cuts
     ]
     return {"file": str(file), **dataclasses.asdict(summary), "cuts": slices}
 
@@ -99,11 +99,11 @@ def _print(file: Path, summary: ModelSummary, cuts: Cuts) -> None:
         _line(console, f"Not counted, missing: {', '.join(summary.missing_shards)}")
     if cuts:
         _line(console, "Suggested cuts, the largest slice as small as possible:")
-    for n, spans in cuts:
+    for n, ranges in cuts:
         _line(console, f"\n  {n} machines" if n > 1 else "\n  1 machine")
-        for span in spans:
-            flag = f"--dist-layers {_flag(span)}"
-            _line(console, f"    {flag:<24}{_size(summary.span_bytes(span)):>10}")
+        for layers in ranges:
+            flag = f"--dist-layers {_flag(layers)}"
+            _line(console, f"    {flag:<24}{_size(summary.range_bytes(layers)):>10}")
 
 
 def _line(console: Console, text: str) -> None:

@@ -49,7 +49,7 @@ class Score:
         )
 
 
-class _Reader:
+class _ScoringReader:
     """A chooser that takes the tokens of a text, whatever the model would say, and adds up."""
 
     def __init__(self, expected: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ def score(
         available = node.backend.n_ctx
         raise CapacityError("context for the text", needed=len(ids), available=available)
     context, rest = ids[:N_CONTEXT], ids[N_CONTEXT:]
-    reader = _Reader(rest)
+    reader = _ScoringReader(rest)
     n_done = N_CONTEXT
     with node.backend.lease(context, cancelled=cancelled) as session:
         for step in generate(

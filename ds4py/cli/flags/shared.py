@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 F = TypeVar("F", bound=Callable[..., Any])
-Role = Literal["none", "coordinator", "worker"]
+RoleFlag = Literal["none", "coordinator", "worker"]
 
 CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -210,7 +210,7 @@ class ModelFlags:
 class DistributedFlags:
     """Values of `distributed_options`."""
 
-    dist_role: Role | None
+    dist_role: RoleFlag | None
     dist_layers: str | None
     dist_listen: str | None
     listen: tuple[str, str] | None
@@ -229,7 +229,7 @@ class DistributedFlags:
     dist_replay_check: bool
 
     @property
-    def role(self) -> Role:
+    def role(self) -> RoleFlag:
         """What this process is; naming workers to dial makes it a coordinator.
 
         Raises:

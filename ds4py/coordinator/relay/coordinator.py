@@ -20,12 +20,12 @@ from typing import Final
 
 from ds4py.activations import F32, HiddenBatch
 from ds4py.config import CoordinatorConfig, SocketConfig
-from ds4py.contracts import Cancelled, Health, ModelCard, SessionId, SliceRunner, StageStatus
+from ds4py.contracts import Cancelled, Health, ModelCard, ModelRunner, SessionId, StageStatus
 from ds4py.coordinator.relay.dialer import Dialer
 from ds4py.coordinator.relay.hop import Link
-from ds4py.coordinator.relay.hop_channels import Lanes, dial_lane
+from ds4py.coordinator.relay.hop_channels import HopChannels, dial_priority_channel
 from ds4py.coordinator.relay.planner import Demand, plan_route
-from ds4py.coordinator.relay.registration import Reception
+from ds4py.coordinator.relay.registration import WorkerRegistrar
 from ds4py.coordinator.relay.registry import LinkId, Registry, WorkerRecord
 from ds4py.coordinator.relay.route import Lost, Route, route_blob
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
@@ -38,10 +38,10 @@ from ds4py.errors import (
     TransportTimeoutError,
 )
 from ds4py.peer.hello import coordinator_hello
-from ds4py.peer.known_peers import Acquaintances
+from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.validation import CoordinatorFacts
 from ds4py.stage.executor import DeviceThread
-from ds4py.tracing.events import Recorder
+from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
 from ds4py.wire.extensions import DROP, HOP_LOST, REWIND, Drop, HopLost, Notice, PeerHello
 from ds4py.wire.frames import coordinator_limits
@@ -71,8 +71,8 @@ class Coordinator:
         config: CoordinatorConfig,
         sockets: SocketConfig,
         *,
-        local: SliceRunner | None = None,
-        trace: Recorder | None = None,
+        local: ModelRunner | None = None,
+        trace: TraceRecorder | None = None,
     ):
         self._card = card
         self._n_ctx = n_ctx
@@ -81,7 +81,8 @@ class Coordinator:
         self.local = None if local is None else DeviceThread(local, batching=config.batching)
         self._registry = Registry()
         self._links: dict[LinkId, Link] = {}
-        self._lanes: dict[LinkId, Lanes] = {}  # of each link, for when it leads to the first hop
+        # of each link, for when it leads to the first hop
+        self._channels: dict[LinkId, HopChannels] = {}
         self._retired: dict[LinkId, Link] = {}  # displaced by another worker, still connected
         self._changed = threading.Condition()
         self._route: Route | None = None
@@ -92,8 +93,8 @@ class Coordinator:
         self._request_ids = itertools.count(1)
         self._sessions: set[SessionId] = set()
         self.telemetry = RouteTelemetry(trace)
-        self.acquaintances = Acquaintances(card)
-        self._reception = Reception(self, plain=config.plain)
+        self.known_peers = PeerIdentityLog(card)
+        self._reception = WorkerRegistrar(self, plain=config.plain)
         self._dialers = [Dialer(entry, self) for entry in config.route]
 
     # --- what sessions see -------------------------------------------------------------------
@@ -128,7 +129,7 @@ class Coordinator:
 
     @property
     def can_fork(self) -> bool:
-        """Whether the latest route's stages can copy a common head from session to session."""
+        """Whether the latest route's stages can copy a common prefix from session to session."""
         route = self._route
         return route is not None and route.can_fork
 
@@ -189,7 +190,7 @@ class Coordinator:
         return Route(
             generation=self._registry.generation,
             hops=hops,
-            lanes=self._lanes[hops[0].link] if hops else None,
+            channels=self._channels[hops[0].link] if hops else None,
             blob=route_blob(hops) if hops else b"",
             local=self.local,
             apply_head=self._apply_head if self._demand().local_head else None,
@@ -200,12 +201,12 @@ class Coordinator:
         )
 
     def _demand(self) -> Demand:
-        local = None if self.local is None else self.local.runner.span
+        local = None if self.local is None else self.local.runner.layers
         local_head = self.local is not None and self.local.runner.has_head
         return Demand(local, self._card.n_layers, local_head)
 
     def _stage_names(self, route: Route) -> list[str]:
-        own = [] if route.local_span is None else [f"coordinator (layers {route.local_span})"]
+        own = [] if route.local_layers is None else [f"coordinator (layers {route.local_layers})"]
         return own + [hop.name for hop in route.hops]
 
     def _apply_head(self, hidden: HiddenBatch) -> F32:
@@ -232,7 +233,7 @@ class Coordinator:
 
     def introduce(self) -> PeerHello:
         """Return our half of the handshake with another ds4py."""
-        own = None if self.local is None else self.local.runner.span
+        own = None if self.local is None else self.local.runner.layers
         return coordinator_hello(self._card, self._n_ctx, own, self.config)
 
     def result_limits(self) -> dict[int, int]:
@@ -272,30 +273,30 @@ class Coordinator:
             displaced = [(old, self._links.pop(old.link)) for old in self._registry.add(record)]
             self._retired.update((old.link, link) for old, link in displaced)
             self._links[record.link] = link
-            self._lanes[record.link] = self._lanes_of(link, record)
+            self._channels[record.link] = self._channels_of(link, record)
             self._changed.notify_all()
         log.info("%s joined", record.name)
         for old, old_link in displaced:
             log.warning("%s is replaced by a newcomer", old.name)
             old_link.retire("replaced by a newcomer")
-            self._close_lanes(old.link, "replaced by a newcomer")
+            self._close_channels(old.link, "replaced by a newcomer")
             self._announce_loss(old)
         link.run()
 
-    def _lanes_of(self, link: Link, record: WorkerRecord) -> Lanes:
-        return Lanes(
+    def _channels_of(self, link: Link, record: WorkerRecord) -> HopChannels:
+        return HopChannels(
             link,
-            functools.partial(dial_lane, record, self),
+            functools.partial(dial_priority_channel, record, self),
             timeout=self.sockets.send_timeout,
             alive_timeout=record.alive_timeout,
         )
 
-    def _close_lanes(self, link_id: LinkId, reason: str) -> None:
+    def _close_channels(self, link_id: LinkId, reason: str) -> None:
         """End what else leads to a worker that is in use no more."""
         with self._changed:
-            lanes = self._lanes.pop(link_id, None)
-        if lanes is not None:
-            lanes.close(reason)
+            channels = self._channels.pop(link_id, None)
+        if channels is not None:
+            channels.close(reason)
 
     def _lost(self, link_id: LinkId, cause: TransportError) -> None:
         with self._changed:
@@ -304,7 +305,7 @@ class Coordinator:
             record = self._registry.remove(link_id)
             route = self._route
             self._changed.notify_all()
-        self._close_lanes(link_id, cause.what)
+        self._close_channels(link_id, cause.what)
         if record is None or self._closed:
             return
         log.warning("%s left: %s", record.name, cause.what)
@@ -365,14 +366,16 @@ class Coordinator:
     def _stages(self, workers: tuple[WorkerRecord, ...]) -> tuple[StageStatus, ...]:
         own = None if self.local is None else self.local.runner
         first = self.telemetry.status(
-            "coordinator", None if own is None else own.span, 0 if own is None else own.weight_bytes
+            "coordinator",
+            None if own is None else own.layers,
+            0 if own is None else own.weight_bytes,
         )
         if own is not None:
             first = _with_cache(first, own)
-        ordered = sorted(workers, key=lambda w: w.span)
+        ordered = sorted(workers, key=lambda w: w.layers)
         return (
             first,
-            *(self.telemetry.status(str(w.address), w.span, w.weight_bytes) for w in ordered),
+            *(self.telemetry.status(str(w.address), w.layers, w.weight_bytes) for w in ordered),
         )
 
     def wait_ready(self, cancelled: Cancelled, progress: Callable[[str], None]) -> bool:
@@ -419,7 +422,7 @@ class Coordinator:
             self.local.close()
 
 
-def _with_cache(status: StageStatus, runner: SliceRunner) -> StageStatus:
+def _with_cache(status: StageStatus, runner: ModelRunner) -> StageStatus:
     """Add what a runner says of its cache memory, if it keeps an account."""
     try:
         use = getattr(runner, "kv_use", None)
@@ -436,8 +439,8 @@ def _hurry(route: Route, lost: WorkerRecord, *, silent: bool) -> None:
     The stage before the lost one answers with errors as soon as it reads of the loss, which a full
     queue delays. A plain one is never told; it sees a broken connection itself, but no silence.
     """
-    if route.lanes is not None and lost in route.hops[1:]:
+    if route.channels is not None and lost in route.hops[1:]:
         before = route.hops[route.hops.index(lost) - 1]
         never = silent and HOP_LOST not in before.features
         seconds = 0.0 if never else _LOSS_SECONDS
-        route.lanes.hurry(seconds, f"no answer after the loss of {lost.name}")
+        route.channels.expire_after(seconds, f"no answer after the loss of {lost.name}")

@@ -15,9 +15,9 @@ from ds4py.config import Address, CoordinatorConfig, RouteEntry, SocketConfig
 from ds4py.contracts import ModelCard
 from ds4py.coordinator.relay import worker_hello
 from ds4py.coordinator.relay.registry import WorkerRecord
-from ds4py.coordinator.relay.worker_hello import refusal_of, span_of
+from ds4py.coordinator.relay.worker_hello import layers_of, refusal_of
 from ds4py.errors import ClusterError, ConfigError, Ds4Error
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.peer.handshake import PlainMemory, ask
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
@@ -30,7 +30,7 @@ REDIAL_PAUSE: Final = 1.0
 _JOIN_SECONDS: Final = 10.0
 
 
-class Host(worker_hello.Host, Protocol):
+class DialerHost(worker_hello.RegistrarHost, Protocol):
     """What a dialer needs of its coordinator."""
 
     config: CoordinatorConfig
@@ -55,7 +55,7 @@ class Dialer:
         host: Gets the connection.
     """
 
-    def __init__(self, entry: RouteEntry, host: Host):
+    def __init__(self, entry: RouteEntry, host: DialerHost):
         self._entry = entry
         self._host = host
         self._stopping = threading.Event()
@@ -111,14 +111,14 @@ class Dialer:
             if hello is not None:
                 return self._accept(self._current(), hello)
             self._current().close()
-        span = self._plain_span()
+        layers = self._plain_span()
         if self._current().closed:
             self._connect()
         log.info("worker %s speaks the plain protocol", self._entry.address)
         return WorkerRecord(
             link=self._host.new_link_id(),
             address=self._reached(self._current()),
-            span=span,
+            layers=layers,
             n_ctx=0,
             dialled=True,
         )
@@ -159,18 +159,18 @@ class Dialer:
             connection.send(encode(ErrorText.of(text)))
             connection.close()
             raise ClusterError(f"worker refused: {text}")
-        self._check_layers(span_of(hello))
+        self._check_layers(layers_of(hello))
         return worker_hello.register(self._host, hello, self._reached(connection), dialled=True)
 
-    def _check_layers(self, span: LayerSpan) -> None:
+    def _check_layers(self, layers: LayerRange) -> None:
         """Refuse a worker that says other layers than the user wrote beside its address."""
         if self._entry.layers is None:
             return
         wanted = self._entry.layers.resolve(self._host.card.n_layers)
-        if wanted != span:
-            raise ConfigError(f"serves layers {span}, but --dist-route says {wanted}")
+        if wanted != layers:
+            raise ConfigError(f"serves layers {layers}, but --dist-route says {wanted}")
 
-    def _plain_span(self) -> LayerSpan:
+    def _plain_span(self) -> LayerRange:
         """Return the layers that `--dist-route` says for a peer that can not."""
         if self._entry.layers is None:
             raise ConfigError(

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HopReply:
     """Answer to one request.
 
     Args:
@@ -42,7 +42,7 @@ class Reply:
     wait_usec: int = 0
 
 
-ReplyBox = Mailbox[Reply]
+ReplyBox = Mailbox[HopReply]
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class Link:
                 kind="R-REQUEST",
             )
         wait_usec = int((time.monotonic() - pending.sent_at) * 1e6)
-        pending.box.put(Reply(result.request_id, result, wait_usec))
+        pending.box.put(HopReply(result.request_id, result, wait_usec))
 
     def _stop(self, cause: TransportError) -> None:
         """Post no more, and tell all who wait."""
@@ -184,7 +184,7 @@ class Link:
             self._cause = cause
             pending, self._pending = self._pending, {}
         for request_id, waiting in pending.items():
-            waiting.box.put(Reply(request_id, cause))
+            waiting.box.put(HopReply(request_id, cause))
 
     def _end(self, cause: TransportError) -> None:
         self._stop(cause)
@@ -199,7 +199,7 @@ class Link:
         # the first cause: closing wakes the reader, which may be here before us
         self._on_closed(self.link_id, self._cause or cause)
 
-    def hurry(self, seconds: float, late: Callable[[], None]) -> None:
+    def expire_after(self, seconds: float, late: Callable[[], None]) -> None:
         """Call a function, on another thread, unless all that waits now is answered soon."""
         with self._lock:
             waiting = set(self._pending)

@@ -1,9 +1,9 @@
 """The connections of the coordinator to the first hop of a route.
 
-Owns: which of them carries a span, opening and losing the quick one, how prompts share the window.
-Refuses to know: routes, prompts, what an answer means. Invariant: all spans of one run leave over
-one lane, and the main lane does not need the quick one: without it, single tokens wait behind the
-chunks of other sessions' prompts, and nothing else changes.
+Owns: which of them carries a span, opening and losing the priority one, how prompts share the
+window. Refuses to know: routes, prompts, what an answer means. Invariant: all spans of one run
+leave over one connection, and the bulk one does not need the priority one: without it, single
+tokens wait behind the chunks of other sessions' prompts, and nothing else changes.
 
 A worker answers one connection in order and reads a few spans ahead only. A token that is sent
 behind the chunks of a prompt would wait for all of them, at every hop. Over a connection of its own
@@ -11,8 +11,8 @@ it waits for the chunk that is being computed, since every stage takes turns (`s
 and each hop has connections of its own to the next one for each that it serves.
 
 Order within a session needs no care: whoever drives it sends nothing before all that was sent
-before is answered, or is lost with its connection; and what a lost lane leaves behind in a stage
-is refused there by its prefix hash, or continues the very same tokens.
+before is answered, or is lost with its connection; and what a lost connection leaves behind in a
+stage is refused there by its prefix hash, or continues the very same tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ds4py.coordinator.relay.dialer import Host
+from ds4py.coordinator.relay.dialer import DialerHost
 from ds4py.coordinator.relay.hop import Link
 from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
-from ds4py.coordinator.relay.worker_hello import refusal_of, span_of
+from ds4py.coordinator.relay.worker_hello import layers_of, refusal_of
 from ds4py.errors import ClusterError, Ds4Error, TransportError
 from ds4py.peer.handshake import ask
 from ds4py.stage.scheduler import MAX_BATCH
@@ -38,32 +38,33 @@ from ds4py.wire.extensions import PeerHello
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS: Final = 0.2
-"""How long a token waits for a lane instead of waiting behind a prompt."""
+"""How long a token waits for a priority connection instead of waiting behind a prompt."""
 
 RETRY_SECONDS: Final = 60.0
-"""Pause before a lane that failed is tried again: each loss costs its sessions a replay."""
+"""Pause before a priority connection that failed is tried again: each loss costs its sessions a
+replay."""
 
 Dial = Callable[[Callable[[], bool]], Connection]
 """Opens a connection to the hop; polls whether it should give up; raises `Ds4Error`."""
 
 
-class Lanes:
-    """The main connection to a hop, and a quick one for single tokens, opened when it is missed.
+class HopChannels:
+    """The bulk connection to a hop, and a priority one for single tokens, opened when it is missed.
 
     Args:
-        main: The connection that the hop is registered with; not owned.
-        dial: Opens the quick one.
+        bulk: The connection that the hop is registered with; not owned.
+        dial: Opens the priority one.
         timeout: Seconds that a post waits for room.
-        alive_timeout: As for the main one.
+        alive_timeout: As for the bulk one.
     """
 
-    def __init__(self, main: Link, dial: Dial, *, timeout: float, alive_timeout: float | None):
-        self.main = main
+    def __init__(self, bulk: Link, dial: Dial, *, timeout: float, alive_timeout: float | None):
+        self.bulk = bulk
         self._dial = dial
         self._timeout = timeout
         self._alive_timeout = alive_timeout
         self._lock = threading.Lock()
-        self._quick: Link | None = None
+        self._priority: Link | None = None
         self._attempt: threading.Event | None = None  # set when the one in progress has ended
         self._patience_ends = 0.0
         self._not_before = 0.0
@@ -71,18 +72,18 @@ class Lanes:
         self._n_prefills = 0
 
     def choose(self, *, is_token: bool) -> Link:
-        """Return the lane for a run of spans.
+        """Return the connection for a run of spans.
 
         Args:
-            is_token: The run is a single token. It waits up to `OPEN_SECONDS` for a lane if it
-                would have to wait behind a prompt otherwise.
+            is_token: The run is a single token. It waits up to `OPEN_SECONDS` for a priority
+                connection if it would have to wait behind a prompt otherwise.
         """
         if not is_token:
-            return self.main
-        quick = self._quick
-        if quick is None and self.main.carries_chunks:
-            quick = self._open()
-        return self.main if quick is None or quick.lost else quick
+            return self.bulk
+        priority = self._priority
+        if priority is None and self.bulk.carries_chunks:
+            priority = self._open()
+        return self.bulk if priority is None or priority.lost else priority
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:
@@ -103,36 +104,36 @@ class Lanes:
         """
         return -(-window // max(1, self._n_prefills))
 
-    def hurry(self, seconds: float, reason: str) -> None:
-        """End all lanes unless all that was posted until now is answered soon."""
-        quick = self._quick
-        for link in (self.main,) if quick is None else (self.main, quick):
-            link.hurry(seconds, lambda: self.main.close(reason))
+    def expire_after(self, seconds: float, reason: str) -> None:
+        """End both connections unless all that was posted until now is answered soon."""
+        priority = self._priority
+        for link in (self.bulk,) if priority is None else (self.bulk, priority):
+            link.expire_after(seconds, lambda: self.bulk.close(reason))
 
     def close(self, reason: str) -> None:
-        """End the quick lane for good; whoever waits for its answers is told."""
+        """End the priority connection for good; whoever waits for its answers is told."""
         with self._lock:
             self._closed = True
-            quick = self._quick
-        if quick is not None:
-            quick.close(reason)
+            priority = self._priority
+        if priority is not None:
+            priority.close(reason)
 
     def _open(self) -> Link | None:
-        """Wait a moment for the quick lane; None if it does not come."""
+        """Wait a moment for the priority connection; None if it does not come."""
         with self._lock:
             now = time.monotonic()
             if self._attempt is None and not self._closed and now >= self._not_before:
                 self._attempt = threading.Event()
                 self._patience_ends = now + OPEN_SECONDS
-                name = f"lane {self.main.connection.peer}"
+                name = f"lane {self.bulk.connection.peer}"
                 threading.Thread(target=self._serve, name=name, daemon=True).start()
             attempt = self._attempt
         if attempt is not None:
             attempt.wait(max(0.0, self._patience_ends - time.monotonic()))
-        return self._quick
+        return self._priority
 
     def _serve(self) -> None:
-        """Open the lane and read its answers until it is gone, on a thread of its own."""
+        """Open the connection and read its answers until it is gone, on a thread of its own."""
         link = self._connect()
         with self._lock:
             attempt, self._attempt = self._attempt, None
@@ -140,7 +141,7 @@ class Lanes:
             if link is None:
                 self._not_before = time.monotonic() + RETRY_SECONDS
             elif not closed:
-                self._quick = link
+                self._priority = link
         assert attempt is not None
         attempt.set()
         if link is None:
@@ -149,21 +150,21 @@ class Lanes:
             link.close()
         link.run()
         with self._lock:
-            self._quick = None
+            self._priority = None
             self._not_before = time.monotonic() + RETRY_SECONDS
 
     def _connect(self) -> Link | None:
-        peer = self.main.connection.peer
+        peer = self.bulk.connection.peer
         try:
             connection = self._dial(lambda: self._closed)
         except Ds4Error as e:
             log.info("%s: no second connection, tokens wait behind prompts: %s", peer, e)
             return None
-        except Exception:  # whoever waits for the lane must be told
+        except Exception:  # whoever waits for the connection must be told
             log.exception("%s: opening a second connection failed", peer)
             return None
         return Link(
-            self.main.link_id,
+            self.bulk.link_id,
             connection,
             send_depth=MAX_BATCH,
             timeout=self._timeout,
@@ -173,10 +174,12 @@ class Lanes:
 
     def _ended(self, _: LinkId, cause: TransportError) -> None:
         if not self._closed:
-            log.warning("%s: the second connection is lost: %s", self.main.connection.peer, cause)
+            log.warning("%s: the second connection is lost: %s", self.bulk.connection.peer, cause)
 
 
-def dial_lane(record: WorkerRecord, host: Host, stopped: Callable[[], bool]) -> Connection:
+def dial_priority_channel(
+    record: WorkerRecord, host: DialerHost, stopped: Callable[[], bool]
+) -> Connection:
     """Open a further connection to a registered worker.
 
     Another ds4py is greeted, so that both sides watch the connection and a hop knows who drives it;
@@ -201,8 +204,8 @@ def dial_lane(record: WorkerRecord, host: Host, stopped: Callable[[], bool]) -> 
     return connection
 
 
-def _greet(connection: Connection, record: WorkerRecord, host: Host) -> None:
+def _greet(connection: Connection, record: WorkerRecord, host: DialerHost) -> None:
     answer = ask(connection, host.introduce())
     fits = isinstance(answer, PeerHello) and refusal_of(answer, host.facts()) is None
-    if not (fits and isinstance(answer, PeerHello) and span_of(answer) == record.span):
+    if not (fits and isinstance(answer, PeerHello) and layers_of(answer) == record.layers):
         raise ClusterError(f"data port of {record.name}: got another peer, expected that worker")

@@ -26,12 +26,12 @@ from ds4py.contracts import ModelCard, SessionId
 from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.relay.route import Route
 from ds4py.errors import ClusterError, RemoteProtocolError, RemoteWorkError, SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.peer.shard_transfer import Arrival, next_frame, saved_sizes, time_limit, transfer_seconds
 from ds4py.snapshot import (
     SavedShard,
     SavedSizes,
-    Whole,
+    SessionState,
     join,
     read_shard,
     read_whole,
@@ -110,12 +110,12 @@ class Snapshots:
         """
         shards = [] if route.local is None else [self._copy(route.local, transcript)]
         shards += [
-            self._read(self._pull(route, hop, transcript), hop.span, transcript, hop.name)
+            self._read(self._pull(route, hop, transcript), hop.layers, transcript, hop.name)
             for hop in route.hops
         ]
         return write_whole(join(shards, transcript.tokens, logits))
 
-    def read(self, payload: bytes | memoryview) -> Whole[SavedShard]:
+    def read(self, payload: bytes | memoryview) -> SessionState[SavedShard]:
         """Check a payload against the model and the context; the result holds views into it.
 
         Raises:
@@ -123,7 +123,7 @@ class Snapshots:
         """
         return read_whole(payload, self._sizes(), n_ctx=self.n_ctx)
 
-    def load(self, route: Route, transcript: Transcript, whole: Whole[SavedShard]) -> None:
+    def load(self, route: Route, transcript: Transcript, whole: SessionState[SavedShard]) -> None:
         """Give every stage its part; after an error some stages may have it and others not.
 
         Args:
@@ -136,7 +136,7 @@ class Snapshots:
             Ds4Error: As in `save`.
         """
         if route.local is not None:
-            part = split(whole, route.local.runner.span)
+            part = split(whole, route.local.runner.layers)
             payload, n_tokens = memoryview(b"".join(write_shard(part))), len(transcript.tokens)
             route.local.call(
                 lambda runner: runner.load_cache(self.session, n_tokens, payload),
@@ -144,7 +144,7 @@ class Snapshots:
                 session=self.session,
             )
         for hop in route.hops:
-            self._push(route, hop, transcript, split(whole, hop.span))
+            self._push(route, hop, transcript, split(whole, hop.layers))
 
     def _sizes(self) -> SavedSizes:
         return saved_sizes(self.card)
@@ -157,15 +157,15 @@ class Snapshots:
             session=self.session,
         )
         payload = memoryview(b"".join(pieces))
-        return self._read(payload, local.runner.span, transcript, "own layers")
+        return self._read(payload, local.runner.layers, transcript, "own layers")
 
     def _read(
-        self, payload: memoryview, span: LayerSpan, transcript: Transcript, stage: str
+        self, payload: memoryview, layers: LayerRange, transcript: Transcript, stage: str
     ) -> SavedShard:
         """Read a shard, whatever stage it is from, as if from a stranger."""
         n_tokens = len(transcript.tokens)
         try:
-            return read_shard(payload, self._sizes(), span, n_ctx=self.n_ctx, n_tokens=n_tokens)
+            return read_shard(payload, self._sizes(), layers, n_ctx=self.n_ctx, n_tokens=n_tokens)
         except SnapshotError as e:
             raise SnapshotError(f"{stage}: {e}") from e
 
@@ -177,10 +177,10 @@ class Snapshots:
             request_id=self.next_request_id(),
             token_hash=transcript.token_hash,
             token_count=len(transcript.tokens),
-            layer_start=hop.span.start,
-            layer_end=hop.span.end,
+            layer_start=hop.layers.start,
+            layer_end=hop.layers.end,
         )
-        sizes = shard_sizes(self._sizes(), hop.span, request.token_count)
+        sizes = shard_sizes(self._sizes(), hop.layers, request.token_count)
         with self._talk(route, hop, sizes[-1]) as connection:
             connection.send(encode(request))
             body = next_frame(connection, FrameType.SNAPSHOT_BEGIN).body
@@ -207,8 +207,8 @@ class Snapshots:
             session_id=self.session,
             request_id=self.next_request_id(),
             token_hash=transcript.token_hash,
-            layer_start=hop.span.start,
-            layer_end=hop.span.end,
+            layer_start=hop.layers.start,
+            layer_end=hop.layers.end,
             payload_bytes=sum(map(len, payload)),
             tokens=transcript.tokens,
         )

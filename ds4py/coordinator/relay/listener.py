@@ -26,7 +26,7 @@ _MAX_SILENT: Final = 256
 _JOIN_SECONDS: Final = 5.0
 
 
-class CoordinatorPort:
+class ProtocolDemux:
     """Accepts workers, and HTTP clients if somebody takes them.
 
     Args:

@@ -23,15 +23,15 @@ import numpy as np
 from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import (
     Cancelled,
+    ForwardOutput,
+    ForwardRequest,
     ModelCard,
+    ModelRunner,
+    OutputKind,
     SessionId,
-    SliceOutput,
-    SliceRunner,
-    SliceWork,
-    Want,
 )
-from ds4py.coordinator.chunked_prefill import Span, Window
-from ds4py.coordinator.relay.hop import Link, Reply, ReplyBox
+from ds4py.coordinator.chunked_prefill import Chunk, Window
+from ds4py.coordinator.relay.hop import HopReply, Link, ReplyBox
 from ds4py.coordinator.relay.profile import profile_run
 from ds4py.coordinator.relay.route import Route
 from ds4py.errors import (
@@ -53,7 +53,7 @@ _CANCEL_POLL_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drive:
+class RunContext:
     """What one call needs besides its spans.
 
     Args:
@@ -75,7 +75,7 @@ class Drive:
     decode_profile: bool = False
 
 
-class _LocalSpan(NamedTuple):
+class _LocalChunk(NamedTuple):
     """A span that the own layers were given.
 
     Args:
@@ -84,15 +84,15 @@ class _LocalSpan(NamedTuple):
     """
 
     began: int
-    wait: Callable[[float], SliceOutput]
+    wait: Callable[[float], ForwardOutput]
 
 
-class SpanRun:
+class PipelinedRun:
     """One pass of consecutive spans over a route.
 
     Args:
-        drive: Where and how.
-        spans: In order; the last one answers with logits.
+        context: Where and how.
+        chunks: In order; the last one answers with logits.
         window: Most spans in flight.
         pipelined: Whether spans overlap, which decides the admitted answers.
         completed: Called with the new number of leading spans that every stage has cached.
@@ -100,17 +100,17 @@ class SpanRun:
 
     def __init__(
         self,
-        drive: Drive,
-        spans: list[Span],
+        context: RunContext,
+        chunks: list[Chunk],
         *,
         window: int,
         pipelined: bool,
         completed: Callable[[int], None],
     ):
-        self._drive = drive
-        self._spans = spans
+        self._context = context
+        self._chunks = chunks
         self._size = window
-        self._window = Window(len(spans), window)
+        self._window = Window(len(chunks), window)
         self._pipelined = pipelined
         self._completed = completed
         self._box: ReplyBox = ReplyBox()
@@ -122,22 +122,22 @@ class SpanRun:
         self._last_request = 0
         self._link: Link | None = None  # that carried the latest span
         self._broken = False
-        self._first_failed = len(spans)
-        self._ahead: _LocalSpan | None = None
+        self._first_failed = len(chunks)
+        self._ahead: _LocalChunk | None = None
         self._called_off = False
         self._ended = False
         self._profile = profile_run(
-            drive.route.telemetry.trace,
-            drive.session,
-            drive.route.hops,
-            spans,
-            log_decode=drive.decode_profile,
+            context.route.telemetry.trace,
+            context.session,
+            context.route.hops,
+            chunks,
+            log_decode=context.decode_profile,
         )
 
     @property
     def left_uneven(self) -> bool:
         """Whether some stages may hold spans that others left out, after a `CancelledError`."""
-        return self._first_failed < len(self._spans) and self._drive.route.can_rewind
+        return self._first_failed < len(self._chunks) and self._context.route.can_rewind
 
     def run(self, cancelled: Cancelled | None) -> F32:
         """Evaluate every span and return the logits `f32[V]` after the last one.
@@ -147,7 +147,7 @@ class SpanRun:
                 that can were told to leave out those that had not begun.
             Ds4Error: The first thing that went wrong, or the loss of the link after it.
         """
-        route = self._drive.route
+        route = self._context.route
         with route.watching(route.hops, self._break_off), self._in_company():
             try:
                 logits = self._run(cancelled)
@@ -161,8 +161,8 @@ class SpanRun:
 
     def _in_company(self) -> AbstractContextManager[None]:
         """Share the way to the first hop with other prompts while this one is on it."""
-        lanes = self._drive.route.lanes
-        return lanes.prefilling() if lanes is not None and self._pipelined else nullcontext()
+        channels = self._context.route.channels
+        return channels.prefilling() if channels is not None and self._pipelined else nullcontext()
 
     def _run(self, cancelled: Cancelled | None) -> F32:
         error: Ds4Error | None = None
@@ -179,30 +179,31 @@ class SpanRun:
                 error = _graver(error, self._guard(self._collect))
             lost = isinstance(error, TransportError)  # then nothing in flight will be answered
             if lost:
-                self._break_off()  # over a lane that broke alone, the stages would go on with it
+                # over a priority connection that broke alone, the stages would go on with it
+                self._break_off()
             if error is not None and (lost or self._at_rest(error)):
                 raise error
         assert self._logits is not None
         return self._logits
 
     def _loss(self, error: TransportError) -> Ds4Error:
-        """Tell the loss of a quick lane from that of a stage.
+        """Tell the loss of a priority connection from that of a stage.
 
-        While the main lane stands, so does the stage, as far as is known: it may be asked once more
-        like one that refused. Often the main lane turns out to be lost a moment later, and that is
-        a loss of its own.
+        While the bulk connection stands, so does the stage, as far as is known: it may be asked
+        once more like one that refused. Often the bulk connection turns out to be lost a moment
+        later, and that is a loss of its own.
         """
-        lanes = self._drive.route.lanes
-        if lanes is None or self._link in (lanes.main, None) or lanes.main.lost:
+        channels = self._context.route.channels
+        if channels is None or self._link in (channels.bulk, None) or channels.bulk.lost:
             return error
         return RemoteWorkError(
-            f"second connection: {error.what}", hop=self._drive.route.hops[0].name
+            f"second connection: {error.what}", hop=self._context.route.hops[0].name
         )
 
     def _must_finish(self, error: Ds4Error) -> bool:
         """Whether own layers are ahead for good, and the other stages have to follow."""
         cancelled = isinstance(error, CancelledError)
-        return cancelled and self._ahead is not None and not self._drive.route.can_rewind
+        return cancelled and self._ahead is not None and not self._context.route.can_rewind
 
     def _at_rest(self, error: Ds4Error) -> bool:
         """Whether a failed run has nothing left to wait for."""
@@ -210,20 +211,20 @@ class SpanRun:
 
     @property
     def _is_token(self) -> bool:
-        return len(self._spans) == len(self._spans[0].tokens) == 1
+        return len(self._chunks) == len(self._chunks[0].tokens) == 1
 
     def _may_submit(self) -> bool:
         """Whether the next span may leave, as far as the window and other prompts allow."""
-        lanes = self._drive.route.lanes
-        size = self._size if lanes is None else lanes.share(self._size)
-        return self._window.next_span is not None and self._window.in_flight < size
+        channels = self._context.route.channels
+        size = self._size if channels is None else channels.share(self._size)
+        return self._window.next_chunk is not None and self._window.in_flight < size
 
     def _call_off(self) -> None:
         """Tell stages that nobody waits for what is in flight."""
         self._called_off = True
-        route = self._drive.route
+        route = self._context.route
         if self._window.in_flight:
-            notice = Cancel(self._drive.session, self._last_request)
+            notice = Cancel(self._context.session, self._last_request)
             route.tell(route.may_skip, CANCEL, notice)
 
     def _break_off(self) -> None:
@@ -231,12 +232,12 @@ class SpanRun:
 
         All of it must be evaluated again, so no stage needs to keep up with the others.
         """
-        route = self._drive.route
+        route = self._context.route
         with self._posting:
             self._broken = True
             last = self._last_request
         if last:
-            route.tell(route.hops, CANCEL, Cancel(self._drive.session, last))
+            route.tell(route.hops, CANCEL, Cancel(self._context.session, last))
 
     @staticmethod
     def _guard(step: Callable[[], None]) -> Ds4Error | None:
@@ -248,39 +249,39 @@ class SpanRun:
         return None
 
     def _submit(self) -> None:
-        index = self._window.next_span
+        index = self._window.next_chunk
         assert index is not None
-        span = self._spans[index]
+        chunk = self._chunks[index]
         hidden = self._evaluate_locally(index)
-        lanes = self._drive.route.lanes
-        if lanes is None:
+        channels = self._context.route.channels
+        if channels is None:
             self._window.submitted()
             self._answered(index)
             return
-        work = self._next_work(span, hidden)
+        work = self._next_work(chunk, hidden)
         self._index_of[work.request_id] = index
         self._expect_answer()
         began = now_usec()
-        self._link = lanes.choose(is_token=self._is_token)
+        self._link = channels.choose(is_token=self._is_token)
         self._link.post(work, self._box)
         if self._profile is not None:
-            self._profile.posted(span, work.request_id, began)
+            self._profile.posted(chunk, work.request_id, began)
         self._window.submitted()
 
     def _evaluate_locally(self, index: int) -> HiddenBatch | None:
-        route = self._drive.route
+        route = self._context.route
         if route.local is None:
             return None
         own = self._ahead or self._begin_locally(route.local, index)
-        more = index + 1 < len(self._spans) and self._may_run_ahead(route)
+        more = index + 1 < len(self._chunks) and self._may_run_ahead(route)
         self._ahead = self._begin_locally(route.local, index + 1) if more else None
-        output = own.wait(self._drive.result_timeout)
-        span, layers = self._spans[index], route.local.runner.span
-        route.telemetry.record_local(layers, len(span.tokens), output.eval_usec)
+        output = own.wait(self._context.result_timeout)
+        chunk, layers = self._chunks[index], route.local.runner.layers
+        route.telemetry.record_local(layers, len(chunk.tokens), output.eval_usec)
         key = layers.start, layers.end
-        route.telemetry.costs.add(key, span.pos0, len(span.tokens), eval_usec=output.eval_usec)
+        route.telemetry.costs.add(key, chunk.pos0, len(chunk.tokens), eval_usec=output.eval_usec)
         if self._profile is not None:
-            self._profile.local(span, own.began, output.eval_usec)
+            self._profile.local(chunk, own.began, output.eval_usec)
         if output.logits is not None:
             self._logits = output.logits
         return output.hidden
@@ -291,58 +292,64 @@ class SpanRun:
             return False
         return not self._called_off and (self._pipelined or not route.hops)
 
-    def _begin_locally(self, local: DeviceThread, index: int) -> _LocalSpan:
+    def _begin_locally(self, local: DeviceThread, index: int) -> _LocalChunk:
         """Queue a span for the own layers."""
-        span, hops = self._spans[index], self._drive.route.hops
-        want = Want.HIDDEN if hops else Want.LOGITS if span.is_last else Want.NOTHING
-        work = SliceWork(
-            session=self._drive.session,
-            tokens=span.tokens,
-            pos0=span.pos0,
+        chunk, hops = self._chunks[index], self._context.route.hops
+        want = (
+            OutputKind.HIDDEN
+            if hops
+            else OutputKind.LOGITS
+            if chunk.is_last
+            else OutputKind.NOTHING
+        )
+        work = ForwardRequest(
+            session=self._context.session,
+            tokens=chunk.tokens,
+            pos0=chunk.pos0,
             hidden=None,
-            reset=span.pos0 == 0,
-            want=want,
-            reply_bits=self._drive.bits,
+            reset=chunk.pos0 == 0,
+            output_kind=want,
+            reply_bits=self._context.bits,
         )
 
-        def prepare(runner: SliceRunner) -> None:
+        def prepare(runner: ModelRunner) -> None:
             if self._ended:
                 raise CancelledError("nobody waits for the span any more")
             _align(runner, work)
 
-        return _LocalSpan(now_usec(), local.begin(work, prepare=prepare))
+        return _LocalChunk(now_usec(), local.begin(work, prepare=prepare))
 
-    def _next_work(self, span: Span, hidden: HiddenBatch | None) -> Work:
+    def _next_work(self, chunk: Chunk, hidden: HiddenBatch | None) -> Work:
         """Return a span that a break cancels from now on, or none after it."""
         with self._posting:
             if self._broken:
                 raise RemoteWorkError("a stage is lost", hop="the route")
-            work = self._work(span, hidden)
+            work = self._work(chunk, hidden)
             self._last_request = work.request_id
         return work
 
-    def _work(self, span: Span, hidden: HiddenBatch | None) -> Work:
-        drive, hop = self._drive, self._drive.route.hops[0]
+    def _work(self, chunk: Chunk, hidden: HiddenBatch | None) -> Work:
+        context, hop = self._context, self._context.route.hops[0]
         return Work(
-            model_id=drive.card.model_id,
-            session_id=drive.session,
-            request_id=drive.next_request_id(),
-            prefix_hash=span.prefix_hash,
-            result_hash=span.result_hash,
-            pos0=span.pos0,
-            layer_start=hop.span.start,
-            layer_end=hop.span.end,
-            flags=span.flags,
-            input_hc_bits=drive.bits,
-            route_count=len(drive.route.hops),
+            model_id=context.card.model_id,
+            session_id=context.session,
+            request_id=context.next_request_id(),
+            prefix_hash=chunk.prefix_hash,
+            result_hash=chunk.result_hash,
+            pos0=chunk.pos0,
+            layer_start=hop.layers.start,
+            layer_end=hop.layers.end,
+            flags=chunk.flags,
+            input_hc_bits=context.bits,
+            route_count=len(context.route.hops),
             route_index=0,
-            tokens=span.tokens,
+            tokens=chunk.tokens,
             input=memoryview(b"") if hidden is None else hidden.data,
-            route_blob=memoryview(drive.route.blob),
+            route_blob=memoryview(context.route.blob),
         )
 
     def _expect_answer(self) -> None:
-        self._answer_due = time.monotonic() + self._drive.result_timeout
+        self._answer_due = time.monotonic() + self._context.result_timeout
 
     def _collect(self) -> None:
         """Wait for one answer and account for it; sometimes return without, to look around."""
@@ -359,7 +366,7 @@ class SpanRun:
             raise reply.result
         index = self._index_of.pop(reply.request_id)
         try:
-            self._accept(self._spans[index], reply)
+            self._accept(self._chunks[index], reply)
         except Ds4Error:
             self._first_failed = min(index, self._first_failed)
             raise
@@ -369,65 +376,65 @@ class SpanRun:
         self._completed(min(self._window.completed, self._first_failed))
 
     def _give_up(self) -> TransportTimeoutError:
-        link = self._drive.route.link
+        link = self._context.route.link
         assert link is not None
-        seconds = self._drive.result_timeout
+        seconds = self._context.result_timeout
         link.close(f"no result for {seconds:g} s")
         return TransportTimeoutError(f"no result for {seconds:g} s", peer=str(link.connection.peer))
 
-    def _accept(self, span: Span, reply: Reply) -> None:
+    def _accept(self, chunk: Chunk, reply: HopReply) -> None:
         """Check one answer and take the logits out of the last one."""
-        route = self._drive.route
+        route = self._context.route
         result = reply.result
         assert isinstance(result, Result)
-        verdict = check_result(result, self._expected(span))
+        verdict = check_result(result, self._expected(chunk))
         if isinstance(verdict, FailedResult):
             raise self._failure(verdict)
         route.telemetry.record(
             result.telemetry,
-            stages=[(hop.span.start, hop.span.end) for hop in route.hops],
+            stages=[(hop.layers.start, hop.layers.end) for hop in route.hops],
             first_wait_usec=reply.wait_usec,
         )
         if self._profile is not None:
-            self._profile.answered(span, reply.request_id, reply.wait_usec, result)
-        if not span.is_last:
+            self._profile.answered(chunk, reply.request_id, reply.wait_usec, result)
+        if not chunk.is_last:
             return
         if verdict.hidden is not None:
             began = now_usec()
             self._logits = self._apply_head(verdict.hidden)
             if self._profile is not None:
-                self._profile.head(span, began)
+                self._profile.head(chunk, began)
         else:
             self._logits = np.frombuffer(verdict.payload, "<f4")
 
     def _apply_head(self, hidden: HiddenBatch) -> F32:
         """Take hidden states for logits; a peer may send some where nobody can use them."""
-        apply_head = self._drive.route.apply_head
+        apply_head = self._context.route.apply_head
         if apply_head is None:
             text = "hidden states, expected logits: this coordinator has no output head"
             raise self._failure(FailedResult(cause="transport", kind="R-KIND", text=text))
         return apply_head(hidden)
 
-    def _expected(self, span: Span) -> ExpectedResult:
+    def _expected(self, chunk: Chunk) -> ExpectedResult:
         if not self._pipelined:
             awaited = Awaited.SPAN
         else:
-            awaited = Awaited.LAST_CHUNK if span.is_last else Awaited.CHUNK
+            awaited = Awaited.LAST_CHUNK if chunk.is_last else Awaited.CHUNK
         return ExpectedResult(
-            result_hash=span.result_hash,
-            n_tokens=len(span.tokens),
-            n_vocab=self._drive.card.n_vocab,
-            hidden_width=self._drive.card.hidden_width,
+            result_hash=chunk.result_hash,
+            n_tokens=len(chunk.tokens),
+            n_vocab=self._context.card.n_vocab,
+            hidden_width=self._context.card.hidden_width,
             awaited=awaited,
-            final_has_output=self._drive.route.last_has_output,
+            final_has_output=self._context.route.last_has_output,
         )
 
     def _failure(self, verdict: FailedResult) -> Ds4Error:
         """Return the error of a bad answer; one that can not be trusted ends the link."""
-        link = self._drive.route.link
+        link = self._context.route.link
         assert link is not None
         if verdict.cause == "remote":
-            return RemoteWorkError(verdict.text, hop=self._drive.route.hops[0].name)
+            return RemoteWorkError(verdict.text, hop=self._context.route.hops[0].name)
         link.close(verdict.text)
         return PeerClosedError(verdict.text, peer=str(link.connection.peer))
 
@@ -445,7 +452,7 @@ def _graver(first: Ds4Error | None, later: Ds4Error | None) -> Ds4Error | None:
     return later if first is None or isinstance(later, TransportError) else first
 
 
-def _align(runner: SliceRunner, work: SliceWork) -> None:
+def _align(runner: ModelRunner, work: ForwardRequest) -> None:
     """Cut the local caches to where the span starts, or say that they can not be."""
     held = runner.length(work.session) or 0
     if work.reset or held == work.pos0:

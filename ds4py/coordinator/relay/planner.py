@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.errors import RouteIncompleteError
-from ds4py.layer_range import LayerSpan, describe_missing
+from ds4py.layer_range import LayerRange, describe_missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Demand:
         local_head: Whether the coordinator can run the output head.
     """
 
-    local: LayerSpan | None
+    local: LayerRange | None
     n_layers: int
     local_head: bool
 
@@ -47,14 +47,14 @@ def plan_route(demand: Demand, workers: Sequence[WorkerRecord]) -> tuple[WorkerR
     last = demand.n_layers - 1
     if demand.first_remote > last and demand.local_head:
         return ()
-    order = sorted(workers, key=lambda w: (w.span.start, not w.span.has_output, -w.span.end))
+    order = sorted(workers, key=lambda w: (w.layers.start, not w.layers.has_output, -w.layers.end))
     furthest = demand.first_remote
     dead: set[int] = set()  # without it, replicas make the search exponential
 
     def usable(worker: WorkerRecord) -> bool:
-        if worker.span.has_output:
+        if worker.layers.has_output:
             return True
-        return worker.has_hidden and (worker.span.end < last or demand.local_head)
+        return worker.has_hidden and (worker.layers.end < last or demand.local_head)
 
     def search(start: int) -> tuple[WorkerRecord, ...] | None:
         nonlocal furthest
@@ -62,11 +62,11 @@ def plan_route(demand: Demand, workers: Sequence[WorkerRecord]) -> tuple[WorkerR
         if start in dead:
             return None
         for worker in order:
-            if worker.span.start != start or not usable(worker):
+            if worker.layers.start != start or not usable(worker):
                 continue
-            if worker.span.end >= last:
+            if worker.layers.end >= last:
                 return (worker,)
-            rest = search(worker.span.end + 1)
+            rest = search(worker.layers.end + 1)
             if rest is not None:
                 return (worker, *rest)
         dead.add(start)
@@ -83,12 +83,14 @@ def plan_route(demand: Demand, workers: Sequence[WorkerRecord]) -> tuple[WorkerR
 def _explain(demand: Demand, workers: Sequence[WorkerRecord], first: int) -> str:
     """Say what is missing from `first` on, and which range overlaps or stands behind the gap."""
     for worker in workers:
-        if worker.span.start < first <= worker.span.end:
+        if worker.layers.start < first <= worker.layers.end:
             return (
                 f"{describe_missing(first, demand.n_layers, _next_start(workers, first))} "
                 f"from layer {first} on ({worker.name} overlaps it, but ranges must join exactly)"
             )
-    headless = [w for w in workers if w.span.start == first and w.span.end == demand.n_layers - 1]
+    headless = [
+        w for w in workers if w.layers.start == first and w.layers.end == demand.n_layers - 1
+    ]
     if headless and not demand.local_head:
         return f"the output head ({headless[0].name} was started without it)"
     return describe_missing(first, demand.n_layers, _next_start(workers, first))
@@ -96,5 +98,5 @@ def _explain(demand: Demand, workers: Sequence[WorkerRecord], first: int) -> str
 
 def _next_start(workers: Sequence[WorkerRecord], first: int) -> int | None:
     """Return where the next known range begins, if the gap before it ends there."""
-    later = [w.span.start for w in workers if w.span.start > first]
+    later = [w.layers.start for w in workers if w.layers.start > first]
     return min(later, default=None)

@@ -11,18 +11,18 @@ import logging
 from collections.abc import Sequence
 
 from ds4py.contracts import SessionId
-from ds4py.coordinator.chunked_prefill import Span
+from ds4py.coordinator.chunked_prefill import Chunk
 from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.tracing.events import (
     COORDINATOR,
-    Answer,
-    Hop,
-    Interval,
+    ChunkRef,
     Phase,
-    Recorder,
-    SpanRef,
+    ResultTiming,
+    TracedHop,
+    TraceEvent,
+    TraceRecorder,
+    events_of,
     now_usec,
-    place,
     total_usec,
 )
 from ds4py.wire.messages import Result
@@ -37,16 +37,16 @@ class RunProfile:
         recorder: Where they go; None keeps no trace.
         session: The timeline.
         hops: The route's remote stages.
-        spans: Of the run.
+        chunks: Of the run.
         log_decode: Write a line; the run is one decode step.
     """
 
     def __init__(
         self,
-        recorder: Recorder | None,
+        recorder: TraceRecorder | None,
         session: SessionId,
-        hops: Sequence[Hop],
-        spans: Sequence[Span],
+        hops: Sequence[TracedHop],
+        chunks: Sequence[Chunk],
         *,
         log_decode: bool,
     ):
@@ -55,48 +55,48 @@ class RunProfile:
         self._hops = hops
         self._sent: dict[int, int] = {}
         self._began = now_usec()
-        whole = sum(len(span.tokens) for span in spans)
-        self._whole = SpanRef(session, 0, spans[0].pos0, whole)
-        self._seen: list[Interval] | None = [] if log_decode else None
+        whole = sum(len(chunk.tokens) for chunk in chunks)
+        self._whole = ChunkRef(session, 0, chunks[0].pos0, whole)
+        self._seen: list[TraceEvent] | None = [] if log_decode else None
 
-    def _ref(self, span: Span, request: int = 0) -> SpanRef:
-        return SpanRef(self._session, request, span.pos0, len(span.tokens))
+    def _ref(self, chunk: Chunk, request: int = 0) -> ChunkRef:
+        return ChunkRef(self._session, request, chunk.pos0, len(chunk.tokens))
 
-    def _own(self, phase: Phase, start: int, end: int, span: SpanRef) -> None:
-        self._add(Interval(COORDINATOR, phase, start, max(0, end - start), span))
+    def _own(self, phase: Phase, start: int, end: int, chunk: ChunkRef) -> None:
+        self._add(TraceEvent(COORDINATOR, phase, start, max(0, end - start), chunk))
 
-    def _add(self, *seen: Interval | Answer) -> None:
+    def _add(self, *seen: TraceEvent | ResultTiming) -> None:
         if self._recorder is not None:
             self._recorder.add(*seen)
         if self._seen is not None:
             for item in seen:
-                self._seen += [item] if isinstance(item, Interval) else place(item, {})
+                self._seen += [item] if isinstance(item, TraceEvent) else events_of(item, {})
 
-    def local(self, span: Span, began: int, eval_usec: int) -> None:
+    def local(self, chunk: Chunk, began: int, eval_usec: int) -> None:
         """Take note that our own layers have just evaluated a span that was given to them."""
         now = now_usec()
         start = max(began, now - eval_usec)
-        self._own(Phase.QUEUE, began, start, self._ref(span))
-        self._own(Phase.COMPUTE, start, now, self._ref(span))
+        self._own(Phase.QUEUE, began, start, self._ref(chunk))
+        self._own(Phase.COMPUTE, start, now, self._ref(chunk))
 
-    def posted(self, span: Span, request: int, began: int) -> None:
+    def posted(self, chunk: Chunk, request: int, began: int) -> None:
         """Take note that a span was just given to the connection, an attempt begun at `began`."""
         self._sent[request] = began
-        self._own(Phase.SEND, began, now_usec(), self._ref(span, request))
+        self._own(Phase.SEND, began, now_usec(), self._ref(chunk, request))
 
-    def answered(self, span: Span, request: int, wait_usec: int, result: Result) -> None:
+    def answered(self, chunk: Chunk, request: int, wait_usec: int, result: Result) -> None:
         """Take note of the answer to a span."""
         sent = self._sent.pop(request)
-        ref = self._ref(span, request)
-        answer = Answer(
-            span=ref, hops=self._hops, records=result.telemetry, sent=sent, wait_usec=wait_usec
+        ref = self._ref(chunk, request)
+        answer = ResultTiming(
+            chunk=ref, hops=self._hops, records=result.telemetry, sent=sent, wait_usec=wait_usec
         )
         self._own(Phase.WAIT, sent, sent + wait_usec, ref)
         self._add(answer)
 
-    def head(self, span: Span, began: int) -> None:
+    def head(self, chunk: Chunk, began: int) -> None:
         """Take note that our own output head was just applied."""
-        self._own(Phase.HEAD, began, now_usec(), self._ref(span))
+        self._own(Phase.HEAD, began, now_usec(), self._ref(chunk))
 
     def finished(self) -> None:
         """Take note that the run has its logits."""
@@ -107,22 +107,22 @@ class RunProfile:
 
 
 def profile_run(
-    recorder: Recorder | None,
+    recorder: TraceRecorder | None,
     session: SessionId,
     workers: Sequence[WorkerRecord],
-    spans: Sequence[Span],
+    chunks: Sequence[Chunk],
     *,
     log_decode: bool,
 ) -> RunProfile | None:
     """Return what takes the times of a run, or None if nobody wants them."""
-    logs = log_decode and len(spans) == 1 and len(spans[0].tokens) == 1
+    logs = log_decode and len(chunks) == 1 and len(chunks[0].tokens) == 1
     if recorder is None and not logs:
         return None
-    hops = [Hop(worker.name, (worker.span.start, worker.span.end)) for worker in workers]
-    return RunProfile(recorder, session, hops, spans, log_decode=logs)
+    hops = [TracedHop(worker.name, (worker.layers.start, worker.layers.end)) for worker in workers]
+    return RunProfile(recorder, session, hops, chunks, log_decode=logs)
 
 
-def decode_line(pos0: int, hops: Sequence[Hop], seen: Sequence[Interval]) -> str:
+def decode_line(pos0: int, hops: Sequence[TracedHop], seen: Sequence[TraceEvent]) -> str:
     """Return what became of the time of one token.
 
     Args:

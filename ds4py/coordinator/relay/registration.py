@@ -12,9 +12,9 @@ from typing import Final, NoReturn
 
 from ds4py.config import Address
 from ds4py.coordinator.relay.registry import WorkerRecord
-from ds4py.coordinator.relay.worker_hello import Host, refusal_of, register
+from ds4py.coordinator.relay.worker_hello import RegistrarHost, refusal_of, register
 from ds4py.errors import ClusterError, RemoteProtocolError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.peer.validation import check_hello
 from ds4py.transport.connection import Connection
 from ds4py.wire.extensions import PeerHello, decode_peer_hello, encode_peer_hello
@@ -24,7 +24,7 @@ from ds4py.wire.messages import ErrorText, Hello, encode
 HELLO_SECONDS: Final = 10.0
 
 
-class Reception:
+class WorkerRegistrar:
     """Lets workers in.
 
     Args:
@@ -32,7 +32,7 @@ class Reception:
         plain: Understand nothing but the stock protocol.
     """
 
-    def __init__(self, host: Host, *, plain: bool):
+    def __init__(self, host: RegistrarHost, *, plain: bool):
         self._host = host
         self._plain = plain
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class Reception:
         return WorkerRecord(
             link=self._host.new_link_id(),
             address=Address(connection.peer.host, hello.listen_port),
-            span=LayerSpan(hello.layer_start, hello.layer_end, bool(hello.has_output)),
+            layers=LayerRange(hello.layer_start, hello.layer_end, bool(hello.has_output)),
             n_ctx=hello.ctx_size,
             has_hidden=bool(hello.has_hidden),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from ds4py.config import Address
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 
 LinkId = NewType("LinkId", int)
 """Names one connection of this coordinator; grows, never reused."""
@@ -24,7 +24,7 @@ class WorkerRecord:
     Args:
         link: The connection that serves it.
         address: Data port, at the numeric host where other stages reach it.
-        span: Its layers.
+        layers: Its layers.
         n_ctx: Its context in tokens; 0 if a plain peer did not tell.
         has_hidden: Whether it can return hidden states.
         dialled: We connected to it (it is named by the user), not it to us.
@@ -36,7 +36,7 @@ class WorkerRecord:
 
     link: LinkId
     address: Address
-    span: LayerSpan
+    layers: LayerRange
     n_ctx: int
     has_hidden: bool = True
     dialled: bool = False
@@ -47,7 +47,7 @@ class WorkerRecord:
     @property
     def name(self) -> str:
         """Short printable name for logs and errors."""
-        return f"worker {self.address} (layers {self.span})"
+        return f"worker {self.address} (layers {self.layers})"
 
 
 class Registry:
@@ -87,4 +87,4 @@ class Registry:
 def _replaces(new: WorkerRecord, old: WorkerRecord) -> bool:
     if new.dialled or old.dialled or old.alive_timeout is not None:
         return new.address == old.address
-    return new.address.host == old.address.host and new.span == old.span
+    return new.address.host == old.address.host and new.layers == old.layers

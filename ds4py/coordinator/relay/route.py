@@ -17,13 +17,13 @@ from ds4py.config import SocketConfig
 from ds4py.contracts import Cancelled, ModelCard, SessionId
 from ds4py.coordinator.chunked_prefill import RouteShape
 from ds4py.coordinator.relay.hop import Link
-from ds4py.coordinator.relay.hop_channels import Lanes
+from ds4py.coordinator.relay.hop_channels import HopChannels
 from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.stage.executor import DeviceThread
 from ds4py.wire.extensions import FORK, Notice
-from ds4py.wire.route import RouteEntry, encode_route
+from ds4py.wire.route import HopEntry, encode_route
 
 Lost = Callable[[], None]
 """Told of a loss, on any thread; must return at once."""
@@ -36,7 +36,7 @@ class Route:
     Args:
         generation: Of the registry when the plan was made.
         hops: Remote stages in layer order; may be empty.
-        lanes: Connections to hop 0; None without hops.
+        channels: Connections to hop 0; None without hops.
         blob: Encoded route, forwarded unchanged by every hop.
         local: Device of the coordinator's own layers; None if it owns none.
         apply_head: Turns the last row of a hidden batch into logits, for a headless last hop; None
@@ -50,7 +50,7 @@ class Route:
 
     generation: int
     hops: tuple[WorkerRecord, ...]
-    lanes: Lanes | None
+    channels: HopChannels | None
     blob: bytes
     local: DeviceThread | None
     apply_head: Callable[[HiddenBatch], F32] | None
@@ -62,12 +62,12 @@ class Route:
     @property
     def link(self) -> Link | None:
         """The connection that hop 0 is registered with."""
-        return None if self.lanes is None else self.lanes.main
+        return None if self.channels is None else self.channels.bulk
 
     @property
-    def local_span(self) -> LayerSpan | None:
+    def local_layers(self) -> LayerRange | None:
         """The coordinator's own layers."""
-        return None if self.local is None else self.local.runner.span
+        return None if self.local is None else self.local.runner.layers
 
     @property
     def can_fork(self) -> bool:
@@ -88,7 +88,7 @@ class Route:
     @property
     def shape(self) -> RouteShape:
         """What of the route decides flags and windows."""
-        first = self.hops[0].span if self.hops else None
+        first = self.hops[0].layers if self.hops else None
         return RouteShape(
             n_hops=len(self.hops),
             first_layer=0 if first is None else first.start,
@@ -98,7 +98,7 @@ class Route:
     @property
     def last_has_output(self) -> bool:
         """Whether the last hop answers with logits."""
-        return bool(self.hops) and self.hops[-1].span.has_output
+        return bool(self.hops) and self.hops[-1].layers.has_output
 
 
 class RouteSource(Protocol):
@@ -136,12 +136,12 @@ def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:
     """Encode the hops and the return record (spec 5.1)."""
     return encode_route(
         [
-            RouteEntry(
+            HopEntry(
                 host=hop.address.host,
                 port=hop.address.port,
-                layer_start=hop.span.start,
-                layer_end=hop.span.end,
-                has_output=hop.span.has_output,
+                layer_start=hop.layers.start,
+                layer_end=hop.layers.end,
+                has_output=hop.layers.has_output,
             )
             for hop in hops
         ]

@@ -14,8 +14,8 @@ from typing import Final
 
 from ds4py.contracts import StageStatus
 from ds4py.coordinator.chunk_size import StageCosts
-from ds4py.layer_range import LayerSpan
-from ds4py.tracing.events import Recorder, now_usec
+from ds4py.layer_range import LayerRange
+from ds4py.tracing.events import TraceRecorder, now_usec
 from ds4py.wire.messages import Telemetry
 
 _NO_LAYERS: Final = (-1, -1)
@@ -68,7 +68,7 @@ class RouteTelemetry:
     """
 
     def __init__(
-        self, trace: Recorder | None = None, *, clock: Callable[[], int] = now_usec
+        self, trace: TraceRecorder | None = None, *, clock: Callable[[], int] = now_usec
     ) -> None:
         self.trace = trace
         self.costs = StageCosts()
@@ -105,10 +105,10 @@ class RouteTelemetry:
             self._route_changes += links != self._links
             self._links = links
 
-    def record_local(self, span: LayerSpan, n_tokens: int, eval_usec: int) -> None:
+    def record_local(self, layers: LayerRange, n_tokens: int, eval_usec: int) -> None:
         """Add one span that the coordinator evaluated itself."""
         with self._lock:
-            self._own = (span.start, span.end)
+            self._own = (layers.start, layers.end)
             self._sums_of(self._own).evaluated(n_tokens, eval_usec, self._clock())
 
     def record(
@@ -156,15 +156,15 @@ class RouteTelemetry:
         sums.input_bytes += item.input_bytes
         sums.output_bytes += item.output_bytes
 
-    def status(self, name: str, span: LayerSpan | None, weight_bytes: int | None) -> StageStatus:
+    def status(self, name: str, layers: LayerRange | None, weight_bytes: int | None) -> StageStatus:
         """Return what is known of one stage."""
-        key = _NO_LAYERS if span is None else (span.start, span.end)
+        key = _NO_LAYERS if layers is None else (layers.start, layers.end)
         with self._lock:
             sums = self._sums.get(key, _Sums())
             prefill, decode = sums.prefill, sums.decode
             return StageStatus(
                 name=name,
-                span=span,
+                layers=layers,
                 weight_bytes=weight_bytes,
                 prefill_tokens=prefill.tokens,
                 prefill_usec=prefill.eval_usec,

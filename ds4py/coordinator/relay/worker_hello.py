@@ -11,17 +11,17 @@ from typing import Protocol
 
 from ds4py.config import Address
 from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
-from ds4py.layer_range import LayerSpan
-from ds4py.peer.known_peers import Acquaintances
+from ds4py.layer_range import LayerRange
+from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.liveness import agreed_timeout
 from ds4py.peer.validation import CoordinatorFacts, check_hello
 from ds4py.wire.extensions import PeerHello
 
 
-class Host(Protocol):
+class RegistrarHost(Protocol):
     """What both ways to a worker need of the coordinator."""
 
-    acquaintances: Acquaintances
+    known_peers: PeerIdentityLog
 
     def introduce(self) -> PeerHello:
         """Return our half of the handshake."""
@@ -41,14 +41,16 @@ def refusal_of(hello: PeerHello, facts: CoordinatorFacts) -> str | None:
     return None if refusal is None else refusal.text
 
 
-def span_of(hello: PeerHello) -> LayerSpan:
+def layers_of(hello: PeerHello) -> LayerRange:
     """Return the layers of a worker that was not refused."""
     assert hello.layer_start is not None
     assert hello.layer_end is not None
-    return LayerSpan(hello.layer_start, hello.layer_end, hello.has_output)
+    return LayerRange(hello.layer_start, hello.layer_end, hello.has_output)
 
 
-def register(host: Host, hello: PeerHello, address: Address, *, dialled: bool) -> WorkerRecord:
+def register(
+    host: RegistrarHost, hello: PeerHello, address: Address, *, dialled: bool
+) -> WorkerRecord:
     """Make the acquaintance of a worker that was not refused, and describe it.
 
     Args:
@@ -60,7 +62,7 @@ def register(host: Host, hello: PeerHello, address: Address, *, dialled: bool) -
     record = WorkerRecord(
         link=host.new_link_id(),
         address=address,
-        span=span_of(hello),
+        layers=layers_of(hello),
         n_ctx=hello.ctx_size,
         has_hidden=hello.has_hidden,
         dialled=dialled,
@@ -68,5 +70,5 @@ def register(host: Host, hello: PeerHello, address: Address, *, dialled: bool) -
         weight_bytes=hello.weight_bytes,
         alive_timeout=agreed_timeout(host.introduce().alive_timeout, hello.alive_timeout),
     )
-    host.acquaintances.meet(record.name, hello)
+    host.known_peers.meet(record.name, hello)
     return record

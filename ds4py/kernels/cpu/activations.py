@@ -19,7 +19,7 @@ import torch
 from ds4py.errors import KernelError
 from ds4py.kernels.cpu.blocks import GROUP
 from ds4py.kernels.cpu.jit import F32, I16, I32, I64, LANES, Code, Kernel, Value, vector
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 
 CHUNK: Final = 256
 """Activations that share a scale."""
@@ -47,13 +47,13 @@ class Quantized:
     def __init__(self, n_rows: int, width: int):
         self.n_rows, self.width, self.n_chunks = n_rows, width, -(-width // CHUNK)
         self._hold(
-            Buffer.empty((n_rows, width), torch.int16),
-            Buffer.empty((n_rows, self.n_chunks)),
-            Buffer.empty((n_rows, width // LANES)),
-            Buffer.empty((n_rows, self.n_chunks * CHUNK), torch.int16),
+            KernelBuffer.empty((n_rows, width), torch.int16),
+            KernelBuffer.empty((n_rows, self.n_chunks)),
+            KernelBuffer.empty((n_rows, width // LANES)),
+            KernelBuffer.empty((n_rows, self.n_chunks * CHUNK), torch.int16),
         )
 
-    def _hold(self, *arrays: Buffer) -> None:
+    def _hold(self, *arrays: KernelBuffer) -> None:
         self._arrays = arrays
         self.codes, self.scales, self.sums, self.paired = (array.tensor for array in arrays)
         self.addresses = tuple(array.address for array in arrays)
@@ -70,7 +70,7 @@ TARGETS: Final = ("codes", "scales", "sums", "paired")
 """Parameters of a kernel that writes `Quantized`."""
 
 
-def quantize(x: torch.Tensor | Buffer, out: Quantized | None = None) -> Quantized:
+def quantize(x: torch.Tensor | KernelBuffer, out: Quantized | None = None) -> Quantized:
     """Round activations to integers.
 
     Args:
@@ -80,7 +80,7 @@ def quantize(x: torch.Tensor | Buffer, out: Quantized | None = None) -> Quantize
     Raises:
         KernelError: `x` lies otherwise, or `out` has other sizes.
     """
-    rows = x if isinstance(x, Buffer) else Buffer(x, torch.float32, "activations")
+    rows = x if isinstance(x, KernelBuffer) else KernelBuffer(x, torch.float32, "activations")
     if out is None:
         if len(rows.shape) != 2 or rows.shape[1] % GROUP:
             raise KernelError(

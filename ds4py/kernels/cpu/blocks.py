@@ -52,7 +52,7 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class BlockLayout:
     """A format that kernels understand.
 
     Args:
@@ -257,18 +257,22 @@ def _iq2_xxs_grid() -> Words:
 
 
 LAYOUTS: Final = {
-    "Q4_0": Layout(n_values=32, n_bytes=18, code_bits=3, take_apart=_q4_0),
-    "Q4_1": Layout(n_values=32, n_bytes=20, code_bits=4, m_at=2, m_unit=-1.0, take_apart=_q4_1),
-    "Q5_0": Layout(n_values=32, n_bytes=22, code_bits=4, take_apart=_q5_0),
-    "Q5_1": Layout(n_values=32, n_bytes=24, code_bits=5, m_at=2, m_unit=-1.0, take_apart=_q5_1),
-    "Q8_0": Layout(n_values=32, n_bytes=34, code_bits=7, take_apart=_q8_0),
-    "Q2_K": Layout(
+    "Q4_0": BlockLayout(n_values=32, n_bytes=18, code_bits=3, take_apart=_q4_0),
+    "Q4_1": BlockLayout(
+        n_values=32, n_bytes=20, code_bits=4, m_at=2, m_unit=-1.0, take_apart=_q4_1
+    ),
+    "Q5_0": BlockLayout(n_values=32, n_bytes=22, code_bits=4, take_apart=_q5_0),
+    "Q5_1": BlockLayout(
+        n_values=32, n_bytes=24, code_bits=5, m_at=2, m_unit=-1.0, take_apart=_q5_1
+    ),
+    "Q8_0": BlockLayout(n_values=32, n_bytes=34, code_bits=7, take_apart=_q8_0),
+    "Q2_K": BlockLayout(
         n_values=256, n_bytes=84, code_bits=2, scale_bits=4, d_at=80, m_at=82, take_apart=_q2_k
     ),
-    "Q3_K": Layout(
+    "Q3_K": BlockLayout(
         n_values=256, n_bytes=110, code_bits=2, scale_bits=5, d_at=108, take_apart=_q3_k
     ),
-    "Q4_K": Layout(
+    "Q4_K": BlockLayout(
         n_values=256,
         n_bytes=144,
         code_bits=4,
@@ -279,7 +283,7 @@ LAYOUTS: Final = {
         paired=True,
         take_apart=_q4_k,
     ),
-    "Q5_K": Layout(
+    "Q5_K": BlockLayout(
         n_values=256,
         n_bytes=176,
         code_bits=5,
@@ -289,7 +293,7 @@ LAYOUTS: Final = {
         n_scales=8,
         take_apart=_q5_k,
     ),
-    "Q6_K": Layout(
+    "Q6_K": BlockLayout(
         n_values=256,
         n_bytes=210,
         code_bits=5,
@@ -299,7 +303,7 @@ LAYOUTS: Final = {
         n_scales=16,
         take_apart=_q6_k,
     ),
-    "IQ2_XXS": Layout(
+    "IQ2_XXS": BlockLayout(
         n_values=256, n_bytes=66, code_bits=6, scale_bits=5, d_unit=0.125, take_apart=_iq2_xxs
     ),
 }

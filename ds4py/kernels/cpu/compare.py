@@ -15,7 +15,7 @@ from ds4py.kernels.cpu.activations import quantize
 from ds4py.kernels.cpu.blocks import LAYOUTS
 from ds4py.kernels.cpu.gemv import PackedRows
 from ds4py.kernels.cpu.trust import ROWS, TRUST, Comparison, relative_error
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.quant.formats import format_of
 from ds4py.quant.tensor import QuantTensor
 
@@ -49,7 +49,7 @@ def compare_products(form: str) -> Comparison:
     errors = []
     for n_rows in ROWS:
         x = torch.randn((n_rows, _WIDTH), generator=generator)
-        y = Buffer.empty((n_rows, _N_ROWS))
+        y = KernelBuffer.empty((n_rows, _N_ROWS))
         packed.multiply(quantize(x), y)
         errors.append(relative_error(y.tensor, x.double() @ exact.T))
     some = torch.arange(0, _N_ROWS, 5)

@@ -19,7 +19,7 @@ from ds4py.kernels.cache import block_size
 from ds4py.kernels.cpu.activations import TARGETS, Quantized, write_quantized
 from ds4py.kernels.cpu.cache_rows import PARAMS, CacheRows, cache_rows
 from ds4py.kernels.cpu.jit import F32, I32, I64, LANES, Code, Kernel, Value, float_bits, vector
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 
 _ROW: Final = vector(F32, LANES)
 
@@ -36,10 +36,10 @@ class FusedNorm:
     """
 
     def __init__(self, weight: torch.Tensor, eps: float):
-        self._weight = Buffer(weight, torch.float32, "weight of a norm")
+        self._weight = KernelBuffer(weight, torch.float32, "weight of a norm")
         self._place = self._weight.address, float_bits(eps)
 
-    def __call__(self, x: Buffer, out: Quantized) -> None:
+    def __call__(self, x: KernelBuffer, out: Quantized) -> None:
         """Norm float32 `[T, W]` into `out`.
 
         Raises:
@@ -72,7 +72,7 @@ def _norm() -> Kernel:
     return k.compiled()
 
 
-def gate(gate_up: Buffer, out: Quantized) -> None:
+def gate(gate_up: KernelBuffer, out: Quantized) -> None:
     """Write `silu(gate) * up` as integers.
 
     Args:
@@ -125,7 +125,7 @@ def exponential(k: Code, x: Value) -> Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionHeads:
     """Sizes of an attention.
 
     Args:
@@ -152,7 +152,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class CachePlace:
+class CachedPosition:
     """Where one token of one session is in one layer.
 
     Args:
@@ -162,12 +162,12 @@ class CachePlace:
         rotation: complex64 of that position, `n_rotated / 2` numbers.
     """
 
-    cache: Buffer
-    scales: Buffer | None
+    cache: KernelBuffer
+    scales: KernelBuffer | None
     position: int
-    rotation: Buffer
+    rotation: KernelBuffer
 
-    def check(self, heads: Heads) -> None:
+    def check(self, heads: AttentionHeads) -> None:
         """Check that the cache is one of such heads and has the position.
 
         Raises:
@@ -190,14 +190,16 @@ class CachePlace:
         self.rotation.expect("rotation", turned, torch.complex64)
 
 
-def attend(heads: Heads, qkv: Buffer, row: int, place: CachePlace, out: Buffer) -> None:
+def attend(
+    heads: AttentionHeads, qkv: KernelBuffer, row: int, position: CachedPosition, out: KernelBuffer
+) -> None:
     """Attend from one token of one session, whose keys and values are cached first.
 
     Args:
         heads: Sizes.
         qkv: float32 `[T, (G P + 2 G) D]`; the token's row is overwritten.
         row: Of the token, in `qkv` and in `out`.
-        place: Where its session is.
+        position: Where its session is.
         out: float32 `[T, G P D]`; the token's row gets the result.
 
     Raises:
@@ -208,23 +210,23 @@ def attend(heads: Heads, qkv: Buffer, row: int, place: CachePlace, out: Buffer) 
     out.expect("result of an attention", (n_rows, n_queries))
     if not 0 <= row < n_rows:
         raise KernelError("row of a token", got=row, expected=f"0 to {n_rows - 1}")
-    place.check(heads)
-    padded = -(-(place.position + 1) // LANES) * LANES
-    scores = Buffer.empty((heads.n_groups * heads.per_group, padded))
-    _attend(heads, place.cache.dtype).parallel(
+    position.check(heads)
+    padded = -(-(position.position + 1) // LANES) * LANES
+    scores = KernelBuffer.empty((heads.n_groups * heads.per_group, padded))
+    _attend(heads, position.cache.dtype).parallel(
         qkv.address + row * qkv.row_bytes,
-        place.rotation.address,
-        place.cache.address,
-        0 if place.scales is None else place.scales.address,
-        place.cache.shape[1],
-        place.position,
+        position.rotation.address,
+        position.cache.address,
+        0 if position.scales is None else position.scales.address,
+        position.cache.shape[1],
+        position.position,
         padded,
         scores.address,
         out.address + row * out.row_bytes,
     )
 
 
-def compile_steps(heads: Heads, cache_type: torch.dtype) -> None:
+def compile_steps(heads: AttentionHeads, cache_type: torch.dtype) -> None:
     """Compile the kernels of this module for a model and the type of its caches."""
     _norm()
     _gate()
@@ -232,7 +234,7 @@ def compile_steps(heads: Heads, cache_type: torch.dtype) -> None:
 
 
 @cache
-def _attend(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Kernel:
+def _attend(heads: AttentionHeads, dtype: torch.dtype = torch.bfloat16) -> Kernel:
     k = Code("attend", ("qkv", "rotation", *PARAMS, "position", "padded", "scores", "out"))
     rows = cache_rows(k, heads.width, dtype)
     with k.loop(*k.share(I64(heads.n_groups))) as group:
@@ -241,17 +243,17 @@ def _attend(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Kernel:
         work.rotate_queries()
         work.score()
         for head in range(heads.per_group):
-            work.soften(head)
+            work.softmax(head)
         tile = max(1, LANES * LANES // heads.width)
         for first in range(0, heads.per_group, tile):
-            work.mix(range(first, min(first + tile, heads.per_group)))
+            work.weighted_sum(range(first, min(first + tile, heads.per_group)))
     return k.compiled()
 
 
 class _Attention:
     """Code for the heads of one group."""
 
-    def __init__(self, k: Code, heads: Heads, rows: CacheRows, group: Value):
+    def __init__(self, k: Code, heads: AttentionHeads, rows: CacheRows, group: Value):
         self._k, self._heads, self._rows = k, heads, rows
         b, D, P, G = k.b, heads.width, heads.per_group, heads.n_groups
         own = b.mul(group, I64(P))
@@ -300,7 +302,7 @@ class _Attention:
                     total = k.fma(part, query, total)
                 k.store(k.total(total), k.at(self._line(head), place, 4))
 
-    def soften(self, head: int) -> None:
+    def softmax(self, head: int) -> None:
         """Turn one head's scores into weights whose sum is kept beside."""
         k, b, line = self._k, self._k.b, self._line(head)
         padded = k.integer("padded")
@@ -319,7 +321,7 @@ class _Attention:
             total.set(b.fadd(total.get(), weight))
         self._weights_sum[head] = k.total(total.get())
 
-    def mix(self, some: range) -> None:
+    def weighted_sum(self, some: range) -> None:
         """Add up the values, for some heads at a time."""
         k, D = self._k, self._heads.width
         starts = range(0, D, LANES)

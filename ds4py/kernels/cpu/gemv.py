@@ -21,9 +21,9 @@ import torch
 
 from ds4py.errors import KernelError
 from ds4py.kernels.cpu.activations import CHUNK, TARGETS, Quantized
-from ds4py.kernels.cpu.blocks import GROUP, LAYOUTS, Factor, Layout, Parts
+from ds4py.kernels.cpu.blocks import GROUP, LAYOUTS, BlockLayout, Factor, Parts
 from ds4py.kernels.cpu.jit import F32, I8, I16, I32, I64, LANES, Code, Kernel, Value, vector
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 
 ROWS_AT_ONCE: Final = (8, 4, 2, 1)
 """Rows of activations that share one pass over the weights."""
@@ -47,7 +47,7 @@ class PackedRows:
 
     def __init__(self, raw: torch.Tensor, form: str):
         layout = LAYOUTS[form]
-        source = Buffer(raw, torch.uint8, f"blocks of {form}")
+        source = KernelBuffer(raw, torch.uint8, f"blocks of {form}")
         n_rows, row_bytes = source.shape
         self._form, self._n_blocks = form, row_bytes // layout.n_bytes
         whole = (n_rows, self._n_blocks * layout.n_bytes)
@@ -55,8 +55,8 @@ class PackedRows:
         self.width = self._n_blocks * layout.n_values
         kept = source
         if layout.wide is not None:
-            kept = Buffer.empty((n_rows, self._n_blocks * layout.kept_bytes), torch.uint8)
-        self._hold(kept, Buffer.empty((n_rows,)))
+            kept = KernelBuffer.empty((n_rows, self._n_blocks * layout.kept_bytes), torch.uint8)
+        self._hold(kept, KernelBuffer.empty((n_rows,)))
         _fix(form).parallel(*self._place, source.address)
         _product(form, 1, alone=True)  # compiled now, not while somebody waits for a token
         _decode(form, torch.bfloat16)
@@ -67,11 +67,13 @@ class PackedRows:
         some._hold(self._raw.rows(start, end), self._units.rows(start, end))
         return some
 
-    def _hold(self, raw: Buffer, units: Buffer) -> None:
+    def _hold(self, raw: KernelBuffer, units: KernelBuffer) -> None:
         self._raw, self._units, self.n_rows = raw, units, raw.shape[0]
         self._place = (raw.address, self.n_rows, self._n_blocks, units.address)
 
-    def multiply(self, x: Quantized, y: Buffer, *, column: int = 0, add: bool = False) -> None:
+    def multiply(
+        self, x: Quantized, y: KernelBuffer, *, column: int = 0, add: bool = False
+    ) -> None:
         """Multiply rows of activations.
 
         Args:
@@ -113,20 +115,22 @@ class PackedRows:
             self._form,
             self._raw.rows(start, end),
             self._units.rows(start, end),
-            Buffer.empty((end - start, self.width), torch.bfloat16),
+            KernelBuffer.empty((end - start, self.width), torch.bfloat16),
         )
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Return some rows: int64 `[R]` to float32 `[R, K]`."""
         return _decoded(
             self._form,
-            Buffer(self._raw.tensor.index_select(0, index), torch.uint8, "blocks"),
-            Buffer(self._units.tensor.index_select(0, index), torch.float32, "steps"),
-            Buffer.empty((index.shape[0], self.width)),
+            KernelBuffer(self._raw.tensor.index_select(0, index), torch.uint8, "blocks"),
+            KernelBuffer(self._units.tensor.index_select(0, index), torch.float32, "steps"),
+            KernelBuffer.empty((index.shape[0], self.width)),
         )
 
 
-def _decoded(form: str, raw: Buffer, units: Buffer, values: Buffer) -> torch.Tensor:
+def _decoded(
+    form: str, raw: KernelBuffer, units: KernelBuffer, values: KernelBuffer
+) -> torch.Tensor:
     """Decode fixed rows into `values`, whose type decides how they are rounded."""
     n_rows, width = values.shape
     n_blocks = width // LAYOUTS[form].n_values
@@ -170,14 +174,14 @@ def _fix(form: str) -> Kernel:
     return k.compiled()
 
 
-def _fix_block(k: Code, layout: Layout, at: Value, step: Value) -> None:
+def _fix_block(k: Code, layout: BlockLayout, at: Value, step: Value) -> None:
     """Write code that turns the factors of a block into integers in place."""
     for part in layout.factors:
         steps = k.b.fmul(_read(k, part, at), k.b.fmul(step, F32(float(1 << part.n_bits))))
         k.store(k.b.trunc(k.b.fptosi(k.call("rint", steps), I32), I16), at, part.at)
 
 
-def _widen_block(k: Code, layout: Layout, at: Value, kept: Value, step: Value) -> None:
+def _widen_block(k: Code, layout: BlockLayout, at: Value, kept: Value, step: Value) -> None:
     """Write code that multiplies the scales of a block out and copies its codes behind them."""
     assert layout.wide is not None, "the caller has looked"
     b, n = k.b, layout.n_scales
@@ -200,7 +204,7 @@ def _read(k: Code, factor: Factor, at: Value) -> Value:
     return k.b.fmul(k.from_half(k.load(I16, at, factor.at)), F32(factor.unit))
 
 
-def _exact_values(k: Code, layout: Layout, at: Value) -> list[Value]:
+def _exact_values(k: Code, layout: BlockLayout, at: Value) -> list[Value]:
     """Write code for a block's weights: float32 `[16]` each."""
     values = []
     parts = layout.take_apart(k, at)
@@ -227,7 +231,7 @@ def _lanes(group: int, parts: Parts) -> list[int]:
     return [group * per_group + lane * per_group // GROUP for lane in range(GROUP)]
 
 
-def _weights(k: Code, layout: Layout, at: Value) -> list[Value]:
+def _weights(k: Code, layout: BlockLayout, at: Value) -> list[Value]:
     """Write code for a fixed block's weights in steps: int16 `[32]` each."""
     parts, scales, minima = _fixed_parts(k, layout, at)
     weights = []
@@ -239,7 +243,7 @@ def _weights(k: Code, layout: Layout, at: Value) -> list[Value]:
     return weights
 
 
-def _fixed_parts(k: Code, layout: Layout, at: Value) -> tuple[Parts, Value, Value | None]:
+def _fixed_parts(k: Code, layout: BlockLayout, at: Value) -> tuple[Parts, Value, Value | None]:
     """Write code for a fixed block's codes, and its scales and minima in steps: int16 `[n]`.
 
     Scales count `2^code_bits` times as much.
@@ -255,7 +259,7 @@ def _fixed_parts(k: Code, layout: Layout, at: Value) -> tuple[Parts, Value, Valu
     return parts, scales, _scaled_factor(k, layout, k.load(I16, at, layout.m_at), parts.minima)
 
 
-def _scaled_factor(k: Code, layout: Layout, factor: Value, fields: Value | None) -> Value:
+def _scaled_factor(k: Code, layout: BlockLayout, factor: Value, fields: Value | None) -> Value:
     """Write code for a block's scales or minima in steps: int16 `[n]`."""
     if fields is None:
         return k.splat(factor, 1)

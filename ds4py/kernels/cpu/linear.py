@@ -21,7 +21,7 @@ from ds4py.gguf.kinds import type_id
 from ds4py.kernels.cpu.activations import quantize
 from ds4py.kernels.cpu.blocks import GROUP, LAYOUTS
 from ds4py.kernels.cpu.gemv import PackedRows
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.quant.formats import format_of
 from ds4py.quant.tensor import QuantTensor
 
@@ -56,10 +56,10 @@ class BlockWeights:
             KernelError: The rows lie otherwise. Asked for however many there are, so that what
                 works for a long prompt works for a short one.
         """
-        Buffer(x, x.dtype, "activations")
+        KernelBuffer(x, x.dtype, "activations")
         if x.shape[0] > FEW_ROWS:
             return multiply_decoded(self.packed, x.bfloat16()).to(x.dtype)
-        y = Buffer.empty((x.shape[0], self.packed.n_rows))
+        y = KernelBuffer.empty((x.shape[0], self.packed.n_rows))
         self.packed.multiply(quantize(x.float()), y)
         return y.tensor.to(x.dtype)
 
@@ -90,7 +90,7 @@ class ExpertBlocks:
         Returns:
             float32 `[M, N]`.
         """
-        y = Buffer.empty((x.shape[0], self._n_rows))
+        y = KernelBuffer.empty((x.shape[0], self._n_rows))
         codes = quantize(x) if any(end - start <= FEW_ROWS for _, start, end in groups) else None
         for expert, start, end in groups:
             part = self._part(expert)

@@ -14,7 +14,7 @@ import torch
 
 from ds4py.kernels.cpu.fused import exponential
 from ds4py.kernels.cpu.jit import F32, I64, LANES, Code, Kernel, Value, float_bits, vector
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 
 SIZE: Final = 4
 """Rows and columns of a matrix."""
@@ -37,10 +37,10 @@ def balanced(scores: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     Raises:
         KernelError: The scores lie otherwise.
     """
-    given = Buffer(scores, torch.float32, "scores")
+    given = KernelBuffer(scores, torch.float32, "scores")
     n_tokens = given.shape[0]
     given.expect("scores", (n_tokens, LANES))
-    matrices = Buffer.empty((n_tokens, SIZE, SIZE))
+    matrices = KernelBuffer.empty((n_tokens, SIZE, SIZE))
     _balance()(given.address, matrices.address, n_tokens, iterations, float_bits(eps))
     return matrices.tensor
 

@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from ds4py.kernels.cache import CacheTensor
 from ds4py.kernels.cuda.decode_step import check_step
 from ds4py.kernels.cuda.element_types import kind_of
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 
 
 def rotate_and_store(
@@ -40,7 +40,7 @@ def rotate_and_store(
     n_kv, capacity, D = cache.shape
     n_heads = qkv.shape[1] // D
     check_step(qkv, addresses, positions, (n_heads * D,))
-    Buffer(rotations, torch.complex64, "rotations", qkv.device)
+    KernelBuffer(rotations, torch.complex64, "rotations", qkv.device)
     _rotate_and_store[(qkv.shape[0], n_heads)](
         qkv,
         torch.view_as_real(rotations),

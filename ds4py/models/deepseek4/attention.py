@@ -46,7 +46,7 @@ class Attention:
             weights.dense("attn_kv_a_norm.weight"), shape.norm_eps, torch.float32
         )
         self._queries = weights.linear("attn_q_b.weight")
-        unweighted = torch.ones(shape.d_head, device=weights.place.device)
+        unweighted = torch.ones(shape.d_head, device=weights.spec.device)
         self._head_norm = RmsNorm(unweighted, shape.norm_eps, torch.float32)
         self._sinks = weights.dense("attn_sinks.weight")
         self._output = GroupedOutput(shape, weights)
@@ -170,7 +170,7 @@ class GroupedOutput:
         matrix = weights.packed("attn_output_a.weight")
         rank, n_groups = shape.out_rank, shape.out_groups
         self._groups = [
-            Linear([matrix.part(group * rank, rank)], weights.place) for group in range(n_groups)
+            Linear([matrix.part(group * rank, rank)], weights.spec) for group in range(n_groups)
         ]
         self._join = weights.linear("attn_output_b.weight")
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from ds4py.kernels.cache import Cache, CacheTensor
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4.shape import OVERLAPPED, Shape, compressor_width
 
 REWIND_SLACK: Final = 32
@@ -126,13 +126,13 @@ class CacheLayout:
 
     Args:
         shape: The model.
-        span: The layers.
+        layers: The layers.
         n_ctx: Tokens that a session can hold.
     """
 
-    def __init__(self, shape: Shape, span: LayerSpan, n_ctx: int):
+    def __init__(self, shape: Shape, layers: LayerRange, n_ctx: int):
         self._shape = shape
-        self._ratios = [shape.ratios[layer] for layer in span.layers]
+        self._ratios = [shape.ratios[layer] for layer in layers.indices]
         self._n_ctx = n_ctx
 
     def tensors(self) -> list[CacheTensor]:

@@ -19,7 +19,7 @@ from ds4py.models.deepseek4.rotary import rotate_
 from ds4py.models.deepseek4.shape import OVERLAPPED, Shape
 from ds4py.models.deepseek4.step import Step
 
-Finish = Callable[[torch.Tensor], torch.Tensor]
+FinishRow = Callable[[torch.Tensor], torch.Tensor]
 """Rounds normed and rotated rows `[windows, width]`."""
 
 
@@ -33,7 +33,7 @@ class Compressor:
         finish: Rounding of finished rows.
     """
 
-    def __init__(self, shape: Shape, ratio: int, weights: Weights, finish: Finish):
+    def __init__(self, shape: Shape, ratio: int, weights: Weights, finish: FinishRow):
         self._ratio = ratio
         self._project = weights.linear("kv.weight", "gate.weight")
         self._ape = weights.dense("ape.weight")

@@ -18,7 +18,7 @@ from ds4py.models.base import positive
 _LARGEST: Final = 1e30
 
 
-class Keys:
+class MetadataKeys:
     """The keys below one prefix.
 
     Every method raises `ModelError` for a key that is missing (and has no default), of another

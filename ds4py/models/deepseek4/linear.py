@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 
 from ds4py.layers.linear import PackedLinear
-from ds4py.models.base import Placement, Take
+from ds4py.models.base import DeviceSpec, Take
 from ds4py.models.deepseek4.rounding import round_q8_0, round_q8_k
 from ds4py.quant.formats import QuantFormat
 from ds4py.quant.tensor import QuantTensor
@@ -33,14 +33,14 @@ class Linear:
 
     Args:
         tensors: Matrices `[N_i, K]`.
-        place: Device, precision, rounding of activations.
+        spec: Device, precision, rounding of activations.
     """
 
-    def __init__(self, tensors: Sequence[QuantTensor], place: Placement):
+    def __init__(self, tensors: Sequence[QuantTensor], spec: DeviceSpec):
         self._parts = [
             (
-                rounding if place.act_quant else None,
-                PackedLinear(list(group), dtype=place.dtype, budget=place.budget),
+                rounding if spec.act_quant else None,
+                PackedLinear(list(group), dtype=spec.dtype, budget=spec.budget),
             )
             for rounding, group in groupby(tensors, lambda t: activation_rounding(t.format))
         ]
@@ -58,18 +58,18 @@ class Weights:
 
     Args:
         take: From the loader.
-        place: Device, precision, rounding of activations.
+        spec: Device, precision, rounding of activations.
         prefix: Put before every name.
     """
 
-    def __init__(self, take: Take, place: Placement, prefix: str = ""):
+    def __init__(self, take: Take, spec: DeviceSpec, prefix: str = ""):
         self._take = take
         self._prefix = prefix
-        self.place = place
+        self.spec = spec
 
     def below(self, prefix: str) -> Weights:
         """Return the weights whose names begin with a further prefix."""
-        return Weights(self._take, self.place, self._prefix + prefix)
+        return Weights(self._take, self.spec, self._prefix + prefix)
 
     def packed(self, name: str) -> QuantTensor:
         """Return a tensor as it is in the file."""
@@ -88,4 +88,4 @@ class Weights:
 
     def linear(self, *names: str) -> Linear:
         """Return one product of matrices that stand one below the other."""
-        return Linear([self.packed(name) for name in names], self.place)
+        return Linear([self.packed(name) for name in names], self.spec)

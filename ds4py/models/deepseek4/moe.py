@@ -88,14 +88,14 @@ class RoutedExperts:
     """
 
     def __init__(self, limit: float, weights: Weights):
-        place = weights.place
+        spec = weights.spec
         packed = [weights.packed(f"ffn_{name}_exps.weight") for name in ("gate", "up", "down")]
         _check_types(packed)
-        self._gate, self._up, self._down = (ExpertProduct(part, place.dtype) for part in packed)
+        self._gate, self._up, self._down = (ExpertProduct(part, spec.dtype) for part in packed)
         self._n_experts = packed[0].shape[0]
         self._limit = limit
         self._round_in = self._round_mid = None
-        if place.act_quant:
+        if spec.act_quant:
             self._round_in = activation_rounding(packed[0].format)
             self._round_mid = activation_rounding(packed[2].format)
 

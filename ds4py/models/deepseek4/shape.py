@@ -15,9 +15,9 @@ import numpy as np
 
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.base import Identity, SavedLayer, TensorNeed
-from ds4py.models.deepseek4.keys import Keys
+from ds4py.models.deepseek4.keys import MetadataKeys
 from ds4py.models.deepseek4.rotary import Yarn
 from ds4py.quant.formats import FORMATS
 
@@ -108,7 +108,7 @@ class Shape:
             ModelError: A key is missing, of another type, or impossible; or the file is of a
                 variant that the architecture does not define.
         """
-        keys = Keys(metadata, _NAME)
+        keys = MetadataKeys(metadata, _NAME)
         _refuse_variants(keys)
         n_layers = _stored_layers(keys)
         n_head = keys.size("attention.head_count", 1 << 12)
@@ -191,14 +191,14 @@ class Shape:
 
     def tensor_needs(
         self,
-        span: LayerSpan,
+        layers: LayerRange,
         may_have: Callable[[str], bool],  # noqa: ARG002 - embedding and head are never tied
         *,
         head: bool,
     ) -> Mapping[str, TensorNeed]:
         """Name the tensors of a slice; see `models.base.Shape`."""
         needs: dict[str, TensorNeed] = {}
-        if span.start == 0:
+        if layers.start == 0:
             needs["token_embd.weight"] = _matrix(self.n_vocab, self.n_embd)
         if head:
             needs |= {
@@ -208,7 +208,7 @@ class Shape:
                 "output_norm.weight": _plain(self.n_embd),
                 "output.weight": _matrix(self.n_vocab, self.n_embd),
             }
-        for layer in span.layers:
+        for layer in layers.indices:
             parts = self._attention_needs(self.ratios[layer]) | self._expert_needs(layer)
             needs |= {f"blk.{layer}.{name}": need for name, need in parts.items()}
         return needs
@@ -284,7 +284,7 @@ def _matrix(*shape: int) -> TensorNeed:
     return TensorNeed(shape, types=_MATRIX)
 
 
-def _refuse_variants(keys: Keys) -> None:
+def _refuse_variants(keys: MetadataKeys) -> None:
     """Refuse what other models of the family do and this architecture does not define."""
     for key in ("expert_group_count", "expert_group_used_count"):
         if groups := keys.count(key, 1 << 16, 0):
@@ -296,13 +296,13 @@ def _refuse_variants(keys: Keys) -> None:
         keys.refuse("expert_weights_norm", "nothing" if norm is None else norm, "true")
 
 
-def _stored_layers(keys: Keys) -> int:
+def _stored_layers(keys: MetadataKeys) -> int:
     """Return the layers without those that predict further tokens, which no slice computes."""
     n_layers = keys.size("block_count", 1024)
     return n_layers - keys.count("nextn_predict_layers", n_layers - 1, 0)
 
 
-def _head(keys: Keys) -> tuple[int, int]:
+def _head(keys: MetadataKeys) -> tuple[int, int]:
     """Return (rotary dimensions, head width)."""
     width = keys.size("attention.key_length", 1 << 16)
     if (value_width := keys.integer("attention.value_length")) != width:
@@ -328,7 +328,7 @@ def _check_vocabulary(metadata: Metadata, n_vocab: int) -> None:
         )
 
 
-def _index_width(keys: Keys, n_rot: int) -> int:
+def _index_width(keys: MetadataKeys, n_rot: int) -> int:
     width = keys.size("attention.indexer.key_length", 1 << 12)
     if width & (width - 1) or width < max(_INDEX_BLOCK, n_rot):
         keys.refuse(
@@ -339,7 +339,7 @@ def _index_width(keys: Keys, n_rot: int) -> int:
     return width
 
 
-def _ratios(keys: Keys, n_layers: int) -> tuple[int, ...]:
+def _ratios(keys: MetadataKeys, n_layers: int) -> tuple[int, ...]:
     ratios = keys.integers("attention.compress_ratios", n_layers)
     for layer, ratio in enumerate(ratios):
         if ratio not in RATIOS:
@@ -351,7 +351,7 @@ def _ratios(keys: Keys, n_layers: int) -> tuple[int, ...]:
     return ratios
 
 
-def _yarn(keys: Keys) -> Yarn:
+def _yarn(keys: MetadataKeys) -> Yarn:
     return Yarn(
         factor=keys.above_zero("rope.scaling.factor", 16.0),
         n_ctx_original=keys.size("rope.scaling.original_context_length", 1 << 31, 65536),

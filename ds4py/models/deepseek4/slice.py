@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from ds4py.kernels.cache import Cache, CacheTensor, Segment
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.layers.norm import RmsNorm
-from ds4py.models.base import Placement, Take
+from ds4py.models.base import DeviceSpec, Take
 from ds4py.models.deepseek4.attention import Attention
 from ds4py.models.deepseek4.cache import REWIND_SLACK, CacheLayout, LayerCache
 from ds4py.models.deepseek4.hyper import HyperConnection, HyperHead
@@ -93,17 +93,17 @@ class Slice:
 
     @classmethod
     def load(
-        cls, shape: Shape, span: LayerSpan, take: Take, place: Placement, *, head: bool
+        cls, shape: Shape, layer_range: LayerRange, take: Take, spec: DeviceSpec, *, head: bool
     ) -> Slice:
         """Build a slice from checked tensors; see `models.base.BuildSlice`."""
-        weights = Weights(take, place)
-        embedding = weights.packed("token_embd.weight") if span.start == 0 else None
-        layers = [Layer(shape, layer, weights) for layer in span.layers]
+        weights = Weights(take, spec)
+        embedding = weights.packed("token_embd.weight") if layer_range.start == 0 else None
+        layers = [Layer(shape, layer, weights) for layer in layer_range.indices]
         return cls(
             shape,
             layers,
-            CacheLayout(shape, span, place.n_ctx),
-            Rotaries(shape, place),
+            CacheLayout(shape, layer_range, spec.n_ctx),
+            Rotaries(shape, spec),
             embedding=embedding,
             head=_Head(shape, weights) if head else None,
         )

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ds4py.models.base import Placement
+from ds4py.models.base import DeviceSpec
 from ds4py.models.deepseek4.rotary import Positions, Rotary
 from ds4py.models.deepseek4.shape import Shape
 
@@ -23,15 +23,15 @@ class Rotaries:
 
     Args:
         shape: The model.
-        place: Device, and whether the C engine's angles are wanted.
+        spec: Device, and whether the C engine's angles are wanted.
     """
 
-    def __init__(self, shape: Shape, place: Placement):
-        self.device = place.device
-        n_rot, exact = shape.n_rot, place.act_quant
-        self._plain = Rotary(n_rot, shape.rope_base, None, place.device, engine_angles=exact)
+    def __init__(self, shape: Shape, spec: DeviceSpec):
+        self.device = spec.device
+        n_rot, exact = shape.n_rot, spec.act_quant
+        self._plain = Rotary(n_rot, shape.rope_base, None, spec.device, engine_angles=exact)
         self._extended = Rotary(
-            n_rot, shape.compressed_rope_base, shape.yarn, place.device, engine_angles=exact
+            n_rot, shape.compressed_rope_base, shape.yarn, spec.device, engine_angles=exact
         )
 
     def at(self, positions: Positions, *, compressed: bool) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Turns of a conversation and tools, as any dialect hands them on.
 
-Owns: `Message`, `PastCall`, the texts of contents and tools (docs/spec/server-and-cli.md 1.8).
+Owns: `ChatMessage`, `PastCall`, the texts of contents and tools (docs/spec/server-and-cli.md 1.8).
 Refuses to know: members of one dialect, templates. Invariant: schemas of tools and arguments of
 past calls are the client's own JSON texts, byte for byte, since they enter the prompt.
 """
@@ -33,7 +33,7 @@ class PastCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """One turn of a conversation.
 
     Args:

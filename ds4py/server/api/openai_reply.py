@@ -14,11 +14,11 @@ from ds4py.server.api.reply import Json, comment, named, timings_of
 from ds4py.server.errors import Problem
 from ds4py.server.requests.events import (
     Done,
-    Piece,
     Tally,
+    TextPiece,
 )
 
-NOTHING: Final = Piece("")
+NOTHING: Final = TextPiece("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class OpenAiReply:
     include_usage: bool = False
 
     def keepalive(self, doing: str) -> bytes:
-        """See `Reply.keepalive`."""
+        """See `ResponseShape.keepalive`."""
         return comment(doing)
 
     def failure(self, problem: Problem) -> bytes:
-        """See `Reply.failure`."""
+        """See `ResponseShape.failure`."""
         return named("error", {"error": problem.body(in_stream=True)})
 
     def _object(self, kind: str, choices: list[Json]) -> Json:

@@ -28,11 +28,11 @@ _MAX_BIAS: Final = 100.0
 _MAX_PENALTY: Final = 2.0
 _THINKING_MODELS: Final = {"deepseek-chat": False, "deepseek-reasoner": True}
 
-FormKind = Literal["json_object", "json_schema", "regex", "grammar"]
+OutputFormatKind = Literal["json_object", "json_schema", "regex", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class OutputFormat:
     """What an answer must look like.
 
     Args:
@@ -41,7 +41,7 @@ class Form:
         strict: Refuse what can not be enforced of it, instead of leaving that out.
     """
 
-    kind: FormKind
+    kind: OutputFormatKind
     text: str = ""
     strict: bool = False
 
@@ -76,7 +76,7 @@ class Options:
     include_usage: bool = False
     think: str | None = None
     thinking_budget: int | None = None
-    form: Form | None = None
+    form: OutputFormat | None = None
     n_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     presence_penalty: float = 0.0
@@ -182,7 +182,7 @@ def openai_options(
         include_usage=bool(options and options.include_usage),
         think=_think(parsed, body),
         thinking_budget=count("thinking_budget", parsed.thinking_budget),
-        form=form_of(parsed.response_format, "response_format"),
+        form=output_format_of(parsed.response_format, "response_format"),
         n_logprobs=_n_logprobs(parsed),
         logit_bias=_biases(parsed.logit_bias or {}),
         presence_penalty=_bounded(parsed.presence_penalty, _MAX_PENALTY),
@@ -273,7 +273,7 @@ def thinking_word(model: str | None, effort: str | None, *, on: bool | None) -> 
     return effort or "high" if on else "none"
 
 
-def form_of(asked: ResponseFormat | None, param: str) -> Form | None:
+def output_format_of(asked: ResponseFormat | None, param: str) -> OutputFormat | None:
     """Read what an answer must look like.
 
     Raises:
@@ -285,23 +285,23 @@ def form_of(asked: ResponseFormat | None, param: str) -> Form | None:
         case "json_object":
             schema = asked.schema
             if is_absent(schema):
-                return Form("json_object")
+                return OutputFormat("json_object")
             return _schema_form(schema, param, strict=asked.strict)
         case "json_schema":
             described = asked.json_schema or asked
             return _schema_form(described.schema, param, strict=described.strict)
         case "regex" if asked.regex:
-            return Form("regex", asked.regex)
+            return OutputFormat("regex", asked.regex)
         case "grammar" if asked.grammar:
-            return Form("grammar", asked.grammar)
+            return OutputFormat("grammar", asked.grammar)
     kinds = "text, json_object, json_schema with its schema, regex with a regex, grammar with one"
     raise wrong(f"{param}.type", f"{asked.type!a:.40}", kinds)
 
 
-def _schema_form(schema: msgspec.Raw, param: str, *, strict: bool | None) -> Form:
+def _schema_form(schema: msgspec.Raw, param: str, *, strict: bool | None) -> OutputFormat:
     if is_absent(schema):
         raise wrong(f"{param}.json_schema.schema", "nothing", "a JSON schema")
-    return Form("json_schema", source(schema, param), strict=bool(strict))
+    return OutputFormat("json_schema", source(schema, param), strict=bool(strict))
 
 
 def _think(parsed: OpenAi, body: bytes) -> str | None:

@@ -1,7 +1,8 @@
 """What all dialects share: the parts of the server that they need, and the plan that they make.
 
-Owns: `Service`, `Plan`, the rules that hold in every dialect for reasoning and for tools. Refuses
-to know: bodies and shapes of one dialect. Invariant: a plan's prompt fits the context.
+Owns: `Service`, `PreparedRequest`, the rules that hold in every dialect for reasoning and for
+tools. Refuses to know: bodies and shapes of one dialect. Invariant: a plan's prompt fits the
+context.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from ds4py.config import ServerConfig
 from ds4py.contracts import Backend
 from ds4py.errors import RequestError
 from ds4py.generation.grammar import Constraint, GrammarKind, GrammarSource
-from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.options import Options
-from ds4py.server.api.reply import Reply
-from ds4py.server.history.disk_prefix_cache import Checkpoints, Head
-from ds4py.server.history.exact_tokens import Transcripts, common_prefix
-from ds4py.server.history.pending_tools import Conversations, Kept
-from ds4py.server.history.tool_calls import ToolMemory
-from ds4py.server.http.admission import Intake
-from ds4py.server.observability.request_metrics import Meter
+from ds4py.server.api.reply import ResponseShape
+from ds4py.server.history.disk_prefix_cache import DiskPrefixCache, PrefixLength
+from ds4py.server.history.exact_tokens import ExactTokens, common_prefix
+from ds4py.server.history.pending_tools import Kept, PendingTools
+from ds4py.server.history.tool_calls import ToolCallMemory
+from ds4py.server.http.admission import AdmissionControl
+from ds4py.server.observability.request_metrics import RequestMetrics
 from ds4py.server.requests.events import Answer
 from ds4py.server.requests.prompts import (
     Manner,
@@ -35,7 +36,7 @@ from ds4py.server.requests.prompts import (
     retry_prompt,
     too_long,
 )
-from ds4py.server.requests.queue import Jobs
+from ds4py.server.requests.queue import RequestQueue
 from ds4py.server.requests.request import Conclude, Retry
 from ds4py.text.tool_calls.formats import CallFormat
 
@@ -48,33 +49,33 @@ class Service:
         backend: Sessions of the model.
         text: Tokenizer and chat format.
         config: Limits and defaults.
-        jobs: Generation threads.
+        queue: Generation threads.
         numbers: Source of reply ids.
         tools: The words in which the model called tools.
         grammars: Makes constraints for the vocabulary of the model.
-        conversations: Turns that a client may go on with by results of tools alone.
-        meter: Counts requests.
-        transcripts: What was really said, behind what prompts show.
-        intake: Lets requests in.
-        checkpoints: Sessions on disk; None keeps none.
+        pending_tools: Turns that a client may go on with by results of tools alone.
+        metrics: Counts requests.
+        exact_tokens: What was really said, behind what prompts show.
+        admission: Lets requests in.
+        disk_prefixes: Sessions on disk; None keeps none.
     """
 
     backend: Backend
     text: TextStack
     config: ServerConfig
-    jobs: Jobs
+    queue: RequestQueue
     numbers: Iterator[int]
-    tools: ToolMemory
+    tools: ToolCallMemory
     grammars: GrammarSource
-    conversations: Conversations
-    meter: Meter
-    transcripts: Transcripts
-    intake: Intake
-    checkpoints: Checkpoints | None = None
+    pending_tools: PendingTools
+    metrics: RequestMetrics
+    exact_tokens: ExactTokens
+    admission: AdmissionControl
+    disk_prefixes: DiskPrefixCache | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PreparedRequest:
     """A checked request.
 
     Args:
@@ -88,12 +89,12 @@ class Plan:
         retry: Writes what asks for another reply behind calls that can not be read.
         constraint: The grammar of the answer; None leaves it free.
         conclude: Takes note of the whole reply.
-        head: Tells how many tokens stand before the first question.
+        prefix_length: Tells how many tokens stand before the first question.
     """
 
     prompt: tuple[int, ...]
     options: Options
-    reply: Callable[[int, int, str], Reply]
+    reply: Callable[[int, int, str], ResponseShape]
     thinking: bool = False
     may_think: bool = False
     calls: CallFormat | None = None
@@ -101,7 +102,7 @@ class Plan:
     retry: Retry | None = None
     constraint: Constraint | None = None
     conclude: Conclude | None = None
-    head: Head | None = None
+    prefix_length: PrefixLength | None = None
 
 
 Write = Callable[..., tuple[int, ...]]
@@ -120,12 +121,12 @@ _GRAMMARS: Final = {
     "grammar": GrammarKind.LARK,
 }
 
-Dialect = Callable[[Service, bytes], Plan]
+Prepare = Callable[[Service, bytes], PreparedRequest]
 """Checks a body and makes its prompt; runs on a helper thread, raises `RequestError`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class PreparedConversation:
     """A checked conversation as the model reads it.
 
     Args:
@@ -135,10 +136,10 @@ class Conversation:
         thinking: The prompt opened the reasoning.
         may_think: The model may open it itself.
         calls: How the model writes calls; None if it can call nothing.
-        retry: See `Plan.retry`.
+        retry: See `PreparedRequest.retry`.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     prompt: tuple[int, ...]
     write: Write
     thinking: bool
@@ -146,7 +147,7 @@ class Conversation:
     calls: CallFormat | None
     retry: Retry
 
-    def head(self) -> int:
+    def prefix_length(self) -> int:
         """Return how many tokens stand before the first question, whatever it is.
 
         That is the last turn of a user before any answer; what stands before it, system text and
@@ -157,19 +158,19 @@ class Conversation:
         asked = [n for n in range(end) if roles[n] == "user"]
         if not asked:
             return 0
-        other = (*self.messages[: asked[-1]], Message("user", _OTHER_QUESTIONS[0]))
+        other = (*self.messages[: asked[-1]], ChatMessage("user", _OTHER_QUESTIONS[0]))
         return common_prefix(self.prompt, self.write(other))
 
 
 def converse(
     service: Service,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     options: Options,
     *,
     tools: Sequence[str],
     param: str | None,
     default_system: bool = False,
-) -> Conversation:
+) -> PreparedConversation:
     """Write a conversation as the model reads it.
 
     Args:
@@ -200,8 +201,8 @@ def converse(
     if n_far_too_many is not None:
         raise too_long(n_far_too_many, service.backend.n_ctx, param=param or "messages")
     think = config.think if options.think is None else options.think
-    if service.checkpoints is not None:
-        service.checkpoints.recall_calls([call.id for turn in messages for call in turn.calls])
+    if service.disk_prefixes is not None:
+        service.disk_prefixes.recall_calls([call.id for turn in messages for call in turn.calls])
     manner = Manner(
         think=think,
         tools=tools,
@@ -213,7 +214,7 @@ def converse(
     prompt = write(messages)
     if param is not None:
         check_fits(prompt, service.backend.n_ctx, param=param)
-    return Conversation(
+    return PreparedConversation(
         tuple(messages),
         prompt,
         write,
@@ -236,7 +237,9 @@ def constraint_of(service: Service, options: Options) -> Constraint | None:
     return service.grammars.compile(_GRAMMARS[form.kind], form.text, lenient=not form.strict)
 
 
-def keeping(service: Service, conversation: Conversation, tools: Sequence[str] = ()) -> Conclude:
+def keeping(
+    service: Service, conversation: PreparedConversation, tools: Sequence[str] = ()
+) -> Conclude:
     """Return what remembers a conversation and the reply to it, for those that go on with it.
 
     Args:
@@ -248,12 +251,12 @@ def keeping(service: Service, conversation: Conversation, tools: Sequence[str] =
     def keep(answer: Answer, tokens: tuple[int, ...]) -> None:
         calls = tuple(PastCall(call.id, call.name, call.arguments) for call in answer.calls)
         before = conversation.messages
-        reply = Message("assistant", answer.text, reasoning=answer.reasoning, calls=calls)
+        reply = ChatMessage("assistant", answer.text, reasoning=answer.reasoning, calls=calls)
         if is_begun(before):
             before, reply = before[:-1], _whole(before[-1], reply)
         kept = Kept((*before, reply), tuple(tools))
         if calls:
-            service.conversations.keep([call.id for call in calls], kept)
+            service.pending_tools.keep([call.id for call in calls], kept)
         if tokens:
             bare = replace(reply, reasoning="")
             # clients send the reasoning of calls back, if any, and few send another
@@ -262,18 +265,20 @@ def keeping(service: Service, conversation: Conversation, tools: Sequence[str] =
             views = [partial(_visible, service, write, messages) for messages in said]
             is_first = all(message.role != "assistant" for message in before)
             n_opening = max(0, len(conversation.prompt) - _TURN_OPENING) if is_first else 0
-            service.transcripts.keep(tokens, views, kept.n_bytes, n_opening)
+            service.exact_tokens.keep(tokens, views, kept.n_bytes, n_opening)
 
     return keep
 
 
-def _whole(begun: Message, reply: Message) -> Message:
+def _whole(begun: ChatMessage, reply: ChatMessage) -> ChatMessage:
     """Return a turn of which the client wrote the beginning."""
     content = begun.content + reply.content
     return replace(reply, content=content, reasoning=begun.reasoning + reply.reasoning)
 
 
-def _visible(service: Service, write: Write, said: tuple[Message, ...]) -> tuple[int, ...] | None:
+def _visible(
+    service: Service, write: Write, said: tuple[ChatMessage, ...]
+) -> tuple[int, ...] | None:
     """Return what later prompts show of a conversation and its reply, without the reply's end.
 
     Formats write an answer otherwise when something follows it, without its reasoning for example;
@@ -283,7 +288,7 @@ def _visible(service: Service, write: Write, said: tuple[Message, ...]) -> tuple
     role, call_id = ("tool", calls[0].id) if calls else ("user", "")
     try:
         written, other = (
-            write((*said, Message(role, text, call_id=call_id)), answered=True)
+            write((*said, ChatMessage(role, text, call_id=call_id)), answered=True)
             for text in _OTHER_QUESTIONS
         )
     except RequestError:  # the format refuses such a turn, which is no fault of who asks now
@@ -295,7 +300,7 @@ def _visible(service: Service, write: Write, said: tuple[Message, ...]) -> tuple
 
 
 def gone_on(
-    service: Service, messages: Sequence[Message], *, id_name: str, history: str
+    service: Service, messages: Sequence[ChatMessage], *, id_name: str, history: str
 ) -> Kept | None:
     """Return the whole conversation that results of tools end; None if they bring their own.
 
@@ -311,7 +316,7 @@ def gone_on(
     results = [message for message in messages if message.role != "system"]
     if not results or any(message.role != "tool" for message in results):
         return None
-    kept = service.conversations.find([message.call_id for message in results])
+    kept = service.pending_tools.find([message.call_id for message in results])
     if kept is None:
         raise RequestError(
             f"{id_name} {results[0].call_id!a:.80} is unknown to the live session; "

@@ -1,8 +1,8 @@
 """What every dialect's reply can do, and what they share.
 
-Owns: the protocol `Reply`, server-sent events as bytes, rates. Refuses to know: sockets, order and
-timing of sending. Invariant: a reply is used by one task; its frames depend on nothing but the
-events that it was told.
+Owns: the protocol `ResponseShape`, server-sent events as bytes, rates. Refuses to know: sockets,
+order and timing of sending. Invariant: a reply is used by one task; its frames depend on nothing
+but the events that it was told.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LINE_ENDS: Final = tuple(
 )
 
 
-class Reply(Protocol):
+class ResponseShape(Protocol):
     """The shapes of one reply; `http.sse` decides when each is sent."""
 
     @property

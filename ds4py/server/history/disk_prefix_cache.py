@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from ds4py.contracts import Cancelled, Progress, Session
 from ds4py.errors import CancelledError, Ds4Error
-from ds4py.server.history.exact_tokens import Transcripts
-from ds4py.server.history.tool_calls import ToolMemory
+from ds4py.server.history.exact_tokens import ExactTokens
+from ds4py.server.history.tool_calls import ToolCallMemory
 from ds4py.snapshot.disk_cache import Checkpoint, DiskCache, Hit
 from ds4py.snapshot.kvc import Flag, KvcHeader, Reason
 from ds4py.snapshot.kvc_policy import cold_anchor, may_store_cold, should_store_continued
@@ -22,27 +22,31 @@ from ds4py.text.tool_calls.tagged import blocks_in
 
 _log = logging.getLogger(__name__)
 
-Head = Callable[[], int]
+PrefixLength = Callable[[], int]
 """Returns how many tokens of a prompt stand before its first question."""
 
 
-class Checkpoints:
+class DiskPrefixCache:
     """The disk cache of one server; any number of threads may use it at once.
 
     Args:
         disk: The files.
         tokenizer: Of the model.
         tools: Words of calls, saved and loaded with the prompts that hold them.
-        transcripts: What is visible of sessions with hidden reasoning.
+        exact_tokens: What is visible of sessions with hidden reasoning.
     """
 
     def __init__(
-        self, disk: DiskCache, tokenizer: Tokenizer, tools: ToolMemory, transcripts: Transcripts
+        self,
+        disk: DiskCache,
+        tokenizer: Tokenizer,
+        tools: ToolCallMemory,
+        exact_tokens: ExactTokens,
     ) -> None:
         self._disk = disk
         self._tokenizer = tokenizer
         self._tools = tools
-        self._transcripts = transcripts
+        self._exact_tokens = exact_tokens
         self._refused: set[str] = set()
 
     def recall_calls(self, ids: Sequence[str]) -> None:
@@ -91,7 +95,7 @@ class Checkpoints:
         self,
         session: Session,
         prompt: Sequence[int],
-        head: Head | None,
+        prefix_length: PrefixLength | None,
         *,
         progress: Progress,
         cancelled: Cancelled,
@@ -112,7 +116,7 @@ class Checkpoints:
 
         n_done = session.reusable(prompt)
         if may_store_cold(n_prompt, n_done, options):
-            anchor = 0 if head is None else min(head(), n_prompt)
+            anchor = 0 if prefix_length is None else min(prefix_length(), n_prompt)
             if anchor < options.min_tokens:
                 anchor = cold_anchor(prompt, (), (), options)
             n_cached = session.sync(prompt[:anchor], progress=report, cancelled=cancelled).n_cached
@@ -143,7 +147,7 @@ class Checkpoints:
         if len(session.tokens) < self._disk.options.min_tokens:
             return
         flags, key = Flag.NONE, self._text(session.tokens)
-        spoken = self._transcripts.visible(session.tokens)
+        spoken = self._exact_tokens.visible(session.tokens)
         if spoken is not None and reason in (Reason.EVICT, Reason.SHUTDOWN):
             tokens, seen = spoken
             session.sync(tokens)  # the last token of calls is sampled, but not evaluated

@@ -65,7 +65,7 @@ class _Spoken:
             return tuple(self._written)
 
 
-class Transcripts:
+class ExactTokens:
     """The conversations of a server; safe to use from several threads.
 
     Args:

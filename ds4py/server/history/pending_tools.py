@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Final
 
-from ds4py.server.api.chat_messages import Message
+from ds4py.server.api.chat_messages import ChatMessage
 
 _MAX_BYTES: Final = 256 << 20
 _MAX_KEPT: Final = 1024
@@ -37,7 +37,7 @@ class Kept:
         tools: Those on offer.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[str, ...]
 
     @property
@@ -46,7 +46,7 @@ class Kept:
         return sum(map(_n_bytes, self.messages)) + sum(map(getsizeof, self.tools))
 
 
-class Conversations:
+class PendingTools:
     """Finds conversations by the ids of the calls that end them; safe to use from several threads.
 
     Args:
@@ -86,7 +86,7 @@ class Conversations:
             self._n_bytes -= self._kept.pop(key).n_bytes
 
 
-def _n_bytes(turn: Message) -> int:
+def _n_bytes(turn: ChatMessage) -> int:
     texts = [turn.role, turn.content, turn.reasoning, turn.call_id]
     for call in turn.calls:
         texts += call.id, call.name, call.arguments

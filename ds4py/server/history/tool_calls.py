@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 
-class ToolMemory:
+class ToolCallMemory:
     """Blocks of calls, least recently used forgotten first; safe to use from several threads.
 
     Args:

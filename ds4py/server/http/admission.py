@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
 
-class Intake:
+class AdmissionControl:
     """The gate before the queue; used on the event loop only.
 
     Args:

@@ -21,28 +21,28 @@ from starlette.types import ASGIApp
 from ds4py.config import ServerConfig
 from ds4py.contracts import Backend
 from ds4py.generation.grammar import GrammarSource
-from ds4py.server.api.chat.prepare import chat_dialect
-from ds4py.server.api.completions.prepare import completion_dialect
-from ds4py.server.api.messages.prepare import count_tokens, messages_dialect
-from ds4py.server.api.prepared import Dialect, Service
-from ds4py.server.api.responses.prepare import responses_dialect
+from ds4py.server.api.chat.prepare import prepare_chat
+from ds4py.server.api.completions.prepare import prepare_completion
+from ds4py.server.api.messages.prepare import count_tokens, prepare_messages
+from ds4py.server.api.prepared import Prepare, Service
+from ds4py.server.api.responses.prepare import prepare_responses
 from ds4py.server.console import console_routes
 from ds4py.server.errors import error_response, json_response, unknown_endpoint
-from ds4py.server.history.disk_prefix_cache import Checkpoints
-from ds4py.server.history.exact_tokens import Transcripts
-from ds4py.server.history.pending_tools import Conversations
-from ds4py.server.history.tool_calls import ToolMemory
-from ds4py.server.http.admission import Intake
+from ds4py.server.history.disk_prefix_cache import DiskPrefixCache
+from ds4py.server.history.exact_tokens import ExactTokens
+from ds4py.server.history.pending_tools import PendingTools
+from ds4py.server.history.tool_calls import ToolCallMemory
+from ds4py.server.http.admission import AdmissionControl
 from ds4py.server.http.endpoint import Counter, Endpoint
-from ds4py.server.http.middleware import Border
-from ds4py.server.observability.console_stats import Stats, Watched
+from ds4py.server.http.middleware import FrontMiddleware
+from ds4py.server.observability.console_stats import ConsoleStats, Watched
 from ds4py.server.observability.event_log import EventLog
 from ds4py.server.observability.health import health_object, model_objects, served_name
 from ds4py.server.observability.metrics import Metrics, metrics_response
-from ds4py.server.observability.request_metrics import Meter
+from ds4py.server.observability.request_metrics import RequestMetrics
 from ds4py.server.requests.prompts import TextStack
-from ds4py.server.requests.queue import Jobs
-from ds4py.server.requests.worker import Performer
+from ds4py.server.requests.queue import RequestQueue
+from ds4py.server.requests.worker import GenerationWorker
 from ds4py.snapshot.disk_cache import DiskCache
 
 
@@ -58,7 +58,7 @@ def create_app(
     """Build the HTTP application.
 
     No thread runs before the first request. Whoever serves the application ends its threads by
-    `jobs_of(app).close(deadline)`.
+    `queue_of(app).close(deadline)`.
 
     Args:
         backend: Sessions of the model.
@@ -68,27 +68,27 @@ def create_app(
         events: The latest lines of the log, filled by whoever serves the application.
         disk: Where prefixes outlive their sessions; None keeps none.
     """
-    tools, transcripts = ToolMemory(max_ids=config.max_tool_ids), Transcripts()
-    checkpoints = None
+    tools, exact_tokens = ToolCallMemory(max_ids=config.max_tool_ids), ExactTokens()
+    disk_prefixes = None
     if disk is not None:
-        checkpoints = Checkpoints(disk, text.tokenizer, tools, transcripts)
-    performer = Performer(backend, text, tools, transcripts, checkpoints)
-    jobs = Jobs(performer.perform, n_threads=n_sessions, max_queue=config.max_queue)
+        disk_prefixes = DiskPrefixCache(disk, text.tokenizer, tools, exact_tokens)
+    performer = GenerationWorker(backend, text, tools, exact_tokens, disk_prefixes)
+    queue = RequestQueue(performer.perform, n_threads=n_sessions, max_queue=config.max_queue)
     service = Service(
         backend,
         text,
         config,
-        jobs,
+        queue,
         itertools.count(1),
         tools=tools,
         grammars=GrammarSource(text.tokenizer),
-        conversations=Conversations(),
-        meter=Meter(),
-        transcripts=transcripts,
-        intake=Intake(
+        pending_tools=PendingTools(),
+        metrics=RequestMetrics(),
+        exact_tokens=exact_tokens,
+        admission=AdmissionControl(
             max_requests=n_sessions + config.max_queue, max_body_bytes=config.max_body_bytes
         ),
-        checkpoints=checkpoints,
+        disk_prefixes=disk_prefixes,
     )
     app = Starlette(
         routes=[
@@ -97,22 +97,22 @@ def create_app(
             *_generating(service),
             *console_routes(),
         ],
-        middleware=[Middleware(Border, cors=config.cors, api_key=config.api_key)],
+        middleware=[Middleware(FrontMiddleware, cors=config.cors, api_key=config.api_key)],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False
-    app.state.jobs = jobs
+    app.state.jobs = queue
     app.state.save = functools.partial(performer.save_all, n_sessions)
     return app
 
 
 def _generating(service: Service) -> list[Route]:
     """Return the routes that make the model work."""
-    dialects: dict[str, Dialect] = {
-        "/v1/chat/completions": chat_dialect,
-        "/v1/completions": completion_dialect,
-        "/v1/responses": responses_dialect,
-        "/v1/messages": messages_dialect,
+    dialects: dict[str, Prepare] = {
+        "/v1/chat/completions": prepare_chat,
+        "/v1/completions": prepare_completion,
+        "/v1/responses": prepare_responses,
+        "/v1/messages": prepare_messages,
     }
     endpoints: dict[str, ASGIApp] = {
         path: Endpoint(service, dialect) for path, dialect in dialects.items()
@@ -127,7 +127,7 @@ def _about(service: Service) -> list[Route]:
 
     async def health(_: Request) -> Response:
         state = backend.health()
-        body = health_object(backend, config, state, service.jobs.load)
+        body = health_object(backend, config, state, service.queue.load)
         return json_response(body, 200 if state.ready else 503)
 
     async def models(_: Request) -> Response:
@@ -151,12 +151,12 @@ def _figures(service: Service, n_sessions: int, events: EventLog) -> list[Route]
     """Return the routes that tell what the server measures."""
     watched = Watched(
         backend=service.backend,
-        meter=service.meter,
-        load=lambda: service.jobs.load,
+        meter=service.metrics,
+        load=lambda: service.queue.load,
         n_sessions=n_sessions,
         name=served_name(service.backend.card, service.config),
     )
-    numbers, series = Stats(watched, events), Metrics(watched)
+    numbers, series = ConsoleStats(watched, events), Metrics(watched)
 
     async def stats(_: Request) -> Response:
         return json_response(numbers.object())
@@ -167,9 +167,9 @@ def _figures(service: Service, n_sessions: int, events: EventLog) -> list[Route]
     return [Route("/stats", stats), Route("/metrics", metrics)]
 
 
-def jobs_of(app: Starlette) -> Jobs:
+def queue_of(app: Starlette) -> RequestQueue:
     """Return the generation threads of an application made by `create_app`."""
-    return cast("Jobs", app.state.jobs)
+    return cast("RequestQueue", app.state.jobs)
 
 
 def save_sessions(app: Starlette) -> None:

@@ -19,15 +19,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ds4py.config import SamplingParams
 from ds4py.errors import CancelledError, RequestError
-from ds4py.server.api.prepared import Dialect, Plan, Service
-from ds4py.server.api.reply import Reply, rate
+from ds4py.server.api.prepared import Prepare, PreparedRequest, Service
+from ds4py.server.api.reply import ResponseShape, rate
 from ds4py.server.errors import json_response
 from ds4py.server.http.sse import cancelled_when_gone, send_stream, send_whole
 from ds4py.server.observability.health import served_name
 from ds4py.server.observability.request_metrics import RequestMeter
 from ds4py.server.requests.events import Done
-from ds4py.server.requests.queue import Job
-from ds4py.server.requests.request import Order
+from ds4py.server.requests.queue import RequestHandle
+from ds4py.server.requests.request import GenerationRequest
 
 _log = logging.getLogger(__name__)
 
@@ -48,36 +48,41 @@ _DS4_SAMPLING: Final = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p
 class Endpoint:
     """One POST route that generates (an ASGI application)."""
 
-    def __init__(self, service: Service, dialect: Dialect):
+    def __init__(self, service: Service, prepare: Prepare):
         self._service = service
-        self._dialect = dialect
+        self._prepare = prepare
         self._limit = service.config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; raises what the application's border turns into a reply."""
-        meter = self._service.meter.accepted(scope["path"])
+        meter = self._service.metrics.accepted(scope["path"])
         try:
-            with self._service.intake.admitted() as take:
+            with self._service.admission.admitted() as take:
                 body = await read_body(Request(scope, receive), self._limit, take)
                 # reading and tokenizing a long prompt takes seconds: not on the event loop
-                plan = await self._service.intake.helped(self._dialect, self._service, body)
+                prepared = await self._service.admission.helped(self._prepare, self._service, body)
                 del body  # may be large, and the reply takes long
-                done = await self._serve(plan, meter, scope, receive, send)
+                done = await self._serve(prepared, meter, scope, receive, send)
         except BaseException as error:
             meter.failed(error)
             raise
         meter.finished(done.finish, done.error)
 
     async def _serve(
-        self, plan: Plan, meter: RequestMeter, scope: Scope, receive: Receive, send: Send
+        self,
+        prepared: PreparedRequest,
+        meter: RequestMeter,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> Done:
         service = self._service
-        name = plan.options.model or served_name(service.backend.card, service.config)
-        reply = plan.reply(next(service.numbers), int(time.time()), name)
+        name = prepared.options.model or served_name(service.backend.card, service.config)
+        reply = prepared.reply(next(service.numbers), int(time.time()), name)
         meter.queued()
-        job = service.jobs.submit(_order(service, plan, meter))
+        handle = service.queue.submit(_generation_request(service, prepared, meter))
         try:
-            done = await self._deliver(job, plan, reply, receive, send)
+            done = await self._deliver(handle, prepared, reply, receive, send)
         except Exception as error:
             _log_end(reply.id, scope["path"], Done(finish="error", error=error))
             raise
@@ -85,16 +90,21 @@ class Endpoint:
         return done
 
     async def _deliver(
-        self, job: Job, plan: Plan, reply: Reply, receive: Receive, send: Send
+        self,
+        handle: RequestHandle,
+        prepared: PreparedRequest,
+        reply: ResponseShape,
+        receive: Receive,
+        send: Send,
     ) -> Done:
-        async with cancelled_when_gone(job, receive):
-            if not plan.options.stream:
-                return await send_whole(job, reply, send)
+        async with cancelled_when_gone(handle, receive):
+            if not prepared.options.stream:
+                return await send_whole(handle, reply, send)
             return await send_stream(
-                job,
+                handle,
                 reply,
                 send,
-                progress=plan.options.progress,
+                progress=prepared.options.progress,
                 keepalive=self._service.config.keepalive_seconds,
             )
 
@@ -109,30 +119,32 @@ class Counter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; raises as `Endpoint`."""
         service = self._service
-        with service.intake.admitted() as take:
+        with service.admission.admitted() as take:
             body = await read_body(Request(scope, receive), service.config.max_body_bytes, take)
-            n_tokens = await service.intake.helped(self._count, service, body)
+            n_tokens = await service.admission.helped(self._count, service, body)
         await json_response({"input_tokens": n_tokens})(scope, receive, send)
 
 
-def _order(service: Service, plan: Plan, meter: RequestMeter) -> Order:
-    config, options = service.config, plan.options
+def _generation_request(
+    service: Service, prepared: PreparedRequest, meter: RequestMeter
+) -> GenerationRequest:
+    config, options = service.config, prepared.options
     wanted = config.max_tokens if options.max_tokens is None else options.max_tokens
     limit = config.request_seconds
-    if config.compat_sampling and service.text.chat.opens_reasoning(plan.prompt):
+    if config.compat_sampling and service.text.chat.opens_reasoning(prepared.prompt):
         options = replace(options, sampling=replace(_DS4_SAMPLING, seed=options.sampling.seed))
-    return Order(
-        prompt=plan.prompt,
+    return GenerationRequest(
+        prompt=prepared.prompt,
         options=options,
-        max_tokens=min(wanted, service.backend.n_ctx - len(plan.prompt)),
-        thinking=plan.thinking,
-        may_think=plan.may_think,
-        calls=plan.calls,
-        call_prefix=plan.call_prefix,
-        retry=None if options.stream or plan.calls is None else plan.retry,
-        constraint=plan.constraint,
-        conclude=plan.conclude,
-        head=plan.head,
+        max_tokens=min(wanted, service.backend.n_ctx - len(prepared.prompt)),
+        thinking=prepared.thinking,
+        may_think=prepared.may_think,
+        calls=prepared.calls,
+        call_prefix=prepared.call_prefix,
+        retry=None if options.stream or prepared.calls is None else prepared.retry,
+        constraint=prepared.constraint,
+        conclude=prepared.conclude,
+        prefix_length=prepared.prefix_length,
         deadline=None if limit is None else time.monotonic() + limit,
         meter=meter,
     )

@@ -31,7 +31,7 @@ _OPEN: Final = frozenset({"/", "/health"})
 _OPEN_PREFIX: Final = "/console/"
 
 
-class Border:
+class FrontMiddleware:
     """See the module.
 
     Args:

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ds4py.errors import RequestError, TransportError
 from ds4py.server.errors import describe
-from ds4py.server.http.app import jobs_of
+from ds4py.server.http.app import queue_of
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _CUT_OFF_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.005
 
 
-class Socket(Protocol):
+class AdoptedSocket(Protocol):
     """A TCP socket, as far as this module knows one."""
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class HttpServer:
     """
 
     def __init__(self, app: Starlette):
-        self._jobs = jobs_of(app)
+        self._jobs = queue_of(app)
         self._config = uvicorn.Config(
             app,
             loop="asyncio",
@@ -90,7 +90,7 @@ class HttpServer:
         """Whether the server ended or was asked to."""
         return self._closed
 
-    def start(self, sockets: Sequence[Socket] = ()) -> None:
+    def start(self, sockets: Sequence[AdoptedSocket] = ()) -> None:
         """Run the server; returns when it accepts connections.
 
         Args:
@@ -107,7 +107,7 @@ class HttpServer:
         if not self._started.wait(_START_SECONDS) or not self._server.started:
             raise TransportError("the HTTP server did not start; the log has the reason")
 
-    def adopt(self, sock: Socket) -> None:
+    def adopt(self, sock: AdoptedSocket) -> None:
         """Serve HTTP on an accepted connection of which no byte was read; from any thread.
 
         The socket belongs to the server from now on; a server that does not run closes it.
@@ -147,7 +147,7 @@ class HttpServer:
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
-    def _run(self, sockets: list[Socket]) -> None:
+    def _run(self, sockets: list[AdoptedSocket]) -> None:
         try:
             asyncio.run(self._serve(sockets))
         except Exception:  # noqa: BLE001 - a thread body: nobody may wait for it in vain
@@ -156,7 +156,7 @@ class HttpServer:
             self._closed = True
             self._started.set()
 
-    async def _serve(self, sockets: list[Socket]) -> None:
+    async def _serve(self, sockets: list[AdoptedSocket]) -> None:
         self._loop = asyncio.get_running_loop()
         serving = asyncio.create_task(self._server.serve(cast("Any", sockets)))
         while not self._server.started and not serving.done():
@@ -164,7 +164,7 @@ class HttpServer:
         self._started.set()
         await serving
 
-    async def _connect(self, sock: Socket) -> None:
+    async def _connect(self, sock: AdoptedSocket) -> None:
         """Give a connection to the protocol that uvicorn gives to those it accepts itself."""
 
         def protocol() -> _HttpConnection:

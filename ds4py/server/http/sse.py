@@ -15,16 +15,16 @@ from typing import Final
 
 from starlette.types import Receive, Send
 
-from ds4py.server.api.reply import Reply, comment
+from ds4py.server.api.reply import ResponseShape, comment
 from ds4py.server.errors import describe, json_response
-from ds4py.server.requests.events import Answer, Done, Event, Prefilling, Started, Waiting
-from ds4py.server.requests.queue import Job
+from ds4py.server.requests.events import Answer, Done, Prefilling, Queued, ReplyEvent, Started
+from ds4py.server.requests.queue import RequestHandle
 
 _HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
 @contextlib.asynccontextmanager
-async def cancelled_when_gone(job: Job, receive: Receive) -> AsyncIterator[None]:
+async def cancelled_when_gone(handle: RequestHandle, receive: Receive) -> AsyncIterator[None]:
     """Cancel a job as soon as its client disconnects, and when the block is left early.
 
     The request's body must have been read: what comes next on `receive` is the disconnect.
@@ -33,28 +33,28 @@ async def cancelled_when_gone(job: Job, receive: Receive) -> AsyncIterator[None]
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        job.cancel()
+        handle.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
     finally:
-        job.cancel()  # of no effect on a job that is done
+        handle.cancel()  # of no effect on a job that is done
         watcher.cancel()
         await asyncio.wait([watcher])
 
 
-async def send_whole(job: Job, reply: Reply, send: Send) -> Done:
+async def send_whole(handle: RequestHandle, reply: ResponseShape, send: Send) -> Done:
     """Wait for the end, then send one JSON reply.
 
     Raises:
         Exception: The job failed before its prompt was evaluated.
     """
     answer: Answer | None = None
-    while not isinstance(event := await job.next(), Done):
+    while not isinstance(event := await handle.next(), Done):
         if isinstance(event, Started):
             answer = Answer()
-        elif answer is not None and not isinstance(event, Waiting | Prefilling | None):
+        elif answer is not None and not isinstance(event, Queued | Prefilling | None):
             answer.add(event)
     if event.error is not None and answer is None:
         raise event.error
@@ -68,7 +68,7 @@ async def send_whole(job: Job, reply: Reply, send: Send) -> Done:
 
 
 async def send_stream(
-    job: Job, reply: Reply, send: Send, *, progress: bool, keepalive: float
+    handle: RequestHandle, reply: ResponseShape, send: Send, *, progress: bool, keepalive: float
 ) -> Done:
     """Send events as they come.
 
@@ -76,7 +76,7 @@ async def send_stream(
     failure to evaluate the prompt is an SSE error event, after which nothing follows.
 
     Args:
-        job: Its events.
+        handle: Its events.
         reply: Their shapes.
         send: The client.
         progress: Tell in comments how much of the prompt is evaluated, whenever that is known.
@@ -85,7 +85,7 @@ async def send_stream(
     Raises:
         Exception: The job failed before the headers were sent.
     """
-    stream = _EventStream(job, reply, send, keepalive)
+    stream = _EventStream(handle, reply, send, keepalive)
     while not isinstance(event := await stream.next_event(), Started | Done):
         if progress and isinstance(event, Prefilling):
             await stream.write(comment(f"prefill {event.n_done}/{event.n_prompt}"))
@@ -94,7 +94,7 @@ async def send_stream(
         return event
     await stream.write(*reply.started(event))
     while not isinstance(event := await stream.next_event(), Done):
-        if not isinstance(event, Waiting | Prefilling | Started):
+        if not isinstance(event, Queued | Prefilling | Started):
             await stream.write(*reply.written(event))
     await stream.write(*reply.closing(event), more=False)
     return event
@@ -103,8 +103,8 @@ async def send_stream(
 class _EventStream:
     """The SSE side of one reply; sends the headers before its first byte."""
 
-    def __init__(self, job: Job, reply: Reply, send: Send, keepalive: float):
-        self._job = job
+    def __init__(self, handle: RequestHandle, reply: ResponseShape, send: Send, keepalive: float):
+        self._handle = handle
         self._reply = reply
         self._send = send
         self._keepalive = keepalive
@@ -113,14 +113,14 @@ class _EventStream:
         self._doing = "prefill"
         self._begun = False
 
-    async def next_event(self) -> Event:
+    async def next_event(self) -> ReplyEvent:
         """Wait for the job's next event, and say something whenever the silence gets long.
 
         What the client does not see, such as progress that it did not ask for, is silence too.
         """
         while True:
             patience = max(0.0, self._wrote + self._keepalive - self._clock())
-            event = await self._job.next(patience)
+            event = await self._handle.next(patience)
             if event is None:
                 await self.write(self._reply.keepalive(self._doing))
                 continue
@@ -145,11 +145,11 @@ class _EventStream:
         await self.write(self._reply.failure(describe(error)), more=False)
 
 
-def _activity(event: Event) -> str:
+def _activity(event: ReplyEvent) -> str:
     """Return what a client hears in the silence that follows an event."""
     match event:
-        case Waiting(place=place):
-            return f"queued {place}"
+        case Queued(queue_position=position):
+            return f"queued {position}"
         case Prefilling(n_done=n_done, n_prompt=n_prompt):
             return f"prefill {n_done}/{n_prompt}"
         case _:

@@ -17,7 +17,7 @@ from ds4py import __version__
 from ds4py.contracts import Backend, Health, StageStatus
 from ds4py.server.api.reply import Json
 from ds4py.server.observability.event_log import EventLog, LogEvent
-from ds4py.server.observability.request_metrics import Clock, Counts, Meter
+from ds4py.server.observability.request_metrics import Clock, Counts, RequestMetrics
 
 RATE_SECONDS: Final = 10.0
 """How far back rates look."""
@@ -39,13 +39,13 @@ class Watched:
     """
 
     backend: Backend
-    meter: Meter
+    meter: RequestMetrics
     load: Callable[[], tuple[int, int]]
     n_sessions: int
     name: str
 
 
-class Stats:
+class ConsoleStats:
     """Answers `/stats`; used by one thread.
 
     Args:
@@ -158,13 +158,13 @@ class _Recent:
 
     def _share(self, key: Key, seconds: float) -> float | None:
         old, new = self._old.stages.get(key), self._new.stages[key]
-        if old is None or new.span is None or seconds <= 0:
+        if old is None or new.layers is None or seconds <= 0:
             return None
         return round(min(1.0, (new.busy_usec - old.busy_usec) / 1e6 / seconds), 4)
 
 
 def _key(stage: StageStatus) -> Key:
-    return stage.name, str(stage.span)
+    return stage.name, str(stage.layers)
 
 
 def _ratio(amount: float, per: float) -> float:
@@ -191,12 +191,12 @@ def _stages(health: Health, recent: _Recent) -> list[Json]:
 
 
 def _stage(stage: StageStatus, following: StageStatus | None, busy: float | None) -> Json:
-    span = stage.span
+    layers = stage.layers
     hop = 0.0 if following is None else _ratio(following.decode_hop_usec, following.decode_tokens)
     return {
         "name": stage.name,
-        "layers": None if span is None else [span.start, span.end],
-        "has_output": span is not None and span.has_output,
+        "layers": None if layers is None else [layers.start, layers.end],
+        "has_output": layers is not None and layers.has_output,
         "weight_bytes": stage.weight_bytes,
         "kv_bytes": stage.kv_bytes,
         "kv_budget_bytes": stage.kv_budget_bytes,

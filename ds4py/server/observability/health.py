@@ -57,11 +57,11 @@ def health_object(
 
 
 def _stage(stage: StageStatus) -> Json:
-    span = stage.span
+    layers = stage.layers
     return {
         "name": stage.name,
-        "layers": None if span is None else f"{span.start}-{span.end}",
-        "has_output": span is not None and span.has_output,
+        "layers": None if layers is None else f"{layers.start}-{layers.end}",
+        "has_output": layers is not None and layers.has_output,
         "weight_bytes": stage.weight_bytes,
         "prefill_tokens": stage.prefill_tokens,
         "prefill_per_second": rate(stage.prefill_tokens, stage.prefill_usec / 1e6),

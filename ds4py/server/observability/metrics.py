@@ -236,16 +236,16 @@ def _filled(
 
 
 def _names(stage: StageStatus) -> list[str]:
-    span = stage.span
-    return [stage.name, "" if span is None else f"{span.start}-{span.end}"]
+    layers = stage.layers
+    return [stage.name, "" if layers is None else f"{layers.start}-{layers.end}"]
 
 
 def _route(health: Health, n_layers: int) -> Iterator[Metric]:
     served = {
         layer
         for stage in health.stages
-        if stage.span is not None
-        for layer in range(stage.span.start, stage.span.end + 1)
+        if stage.layers is not None
+        for layer in range(stage.layers.start, stage.layers.end + 1)
     }
     yield _gauge("ds4_route_ready", "1 if the whole model can be reached, else 0.", health.ready)
     yield _gauge("ds4_route_missing_layers", "Layers that nobody serves.", n_layers - len(served))

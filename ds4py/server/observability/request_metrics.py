@@ -1,8 +1,8 @@
 """What requests did and cost, counted while they run.
 
-Owns: one request's moments (`RequestMeter`), the sums over all of them (`Meter`). Refuses to know:
-HTTP, the formats of `/metrics` and `/stats`. Invariant: nothing waits and nothing is ever taken
-back; every request that was accepted is counted once when it ends.
+Owns: one request's moments (`RequestMeter`), the sums over all of them (`RequestMetrics`). Refuses
+to know: HTTP, the formats of `/metrics` and `/stats`. Invariant: nothing waits and nothing is ever
+taken back; every request that was accepted is counted once when it ends.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class RequestMeter:
             books.duration.observe(books.clock() - self._accepted_at)
 
 
-class Meter:
+class RequestMetrics:
     """Sums over the requests of one server; safe to use from several threads.
 
     Args:
@@ -272,4 +272,4 @@ class Meter:
 
 def unmetered() -> RequestMeter:
     """Return a meter that nobody reads, for a request outside of a server."""
-    return Meter().accepted("")
+    return RequestMetrics().accepted("")

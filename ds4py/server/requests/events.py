@@ -34,10 +34,10 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """The request waits for a session; `place` is 1 for the next one."""
+class Queued:
+    """The request waits for a session; `queue_position` is 1 for the next one."""
 
-    place: int
+    queue_position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class LogProb:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Some of the reply's text: answer or reasoning, never both.
 
     Texts are never half a character and never part of a stop string.
@@ -158,11 +158,11 @@ class Done:
     tally: Tally = Tally()
 
 
-Written = Piece | CallOpened | CallFragment | CallClosed
+Written = TextPiece | CallOpened | CallFragment | CallClosed
 """What a reply consists of."""
 
-Early = Waiting | Prefilling | Started | Written
-Event = Early | Done
+Early = Queued | Prefilling | Started | Written
+ReplyEvent = Early | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Answer:
     def add(self, event: Written) -> None:
         """Take the next event of the reply."""
         match event:
-            case Piece():
+            case TextPiece():
                 self._texts.append(event.text)
                 self._reasoning.append(event.reasoning)
                 self.tokens += event.tokens

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ds4py.generation.choice import TokenLogprobs
-from ds4py.generation.logits_processors import Adjust, Controls
+from ds4py.generation.logits_processors import LogitBias, SamplingControls
 from ds4py.generation.loop import Token
 from ds4py.server.requests.events import (
     Answer,
@@ -21,12 +21,12 @@ from ds4py.server.requests.events import (
     CallFragment,
     CallOpened,
     LogProb,
-    Piece,
     Ranked,
+    TextPiece,
     Written,
 )
-from ds4py.server.requests.request import Emit, Order
-from ds4py.text.parts import CallArguments, CallBegun, CallEnded, Content, Part, Reasoning
+from ds4py.server.requests.request import Emit, GenerationRequest
+from ds4py.text.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning, ReplyPart
 from ds4py.text.reasoning import THINK_END
 from ds4py.text.reply import ReplySplitter
 from ds4py.text.stream import TextStream
@@ -37,52 +37,52 @@ _IMPOSSIBLE: Final = -9999.0
 """What JSON says of a probability of zero, as OpenAI does."""
 
 
-class ReplyEvents:
+class OutputProcessor:
     """One reply; used by one thread."""
 
-    def __init__(self, order: Order, emit: Emit, tokenizer: Tokenizer):
-        self._order = order
+    def __init__(self, request: GenerationRequest, emit: Emit, tokenizer: Tokenizer):
+        self._request = request
         self._emit = emit
         self._tokenizer = tokenizer
-        self._text = TextStream(order.options.stop)
+        self._text = TextStream(request.options.stop)
         self._parts = ReplySplitter(
-            thinking=order.thinking, calls=order.calls, may_think=order.may_think
+            thinking=request.thinking, calls=request.calls, may_think=request.may_think
         )
         self._shown = frozenset(
             tokenizer.special_ids[name]
-            for name in (order.calls.control_tokens if order.calls else ())
+            for name in (request.calls.control_tokens if request.calls else ())
             if name in tokenizer.special_ids
         )
         self._ids: list[str] = []
         self._unsent: list[int] = []
         self._logprobs: list[LogProb] = []
         self._cut_short = False
-        if order.constraint is not None and not order.thinking:
-            order.constraint.start()
+        if request.constraint is not None and not request.thinking:
+            request.constraint.start()
         self.answer = Answer()
         self.tokens: list[int] = []
         self.n_reasoning = 0
 
-    def controls(self) -> Controls:
+    def controls(self) -> SamplingControls:
         """Return what steers the choice of the reply's tokens."""
-        options = self._order.options
+        options = self._request.options
         adjusted = options.logit_bias or options.presence_penalty or options.frequency_penalty
-        adjust = Adjust(
+        logit_bias = LogitBias(
             bias=dict(options.logit_bias),
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
         )
-        return Controls(
-            adjust=adjust if adjusted else None,
-            constraint=self._order.constraint,
-            greedy_now=None if self._order.calls is None else lambda: self._parts.structural,
+        return SamplingControls(
+            logit_bias=logit_bias if adjusted else None,
+            constraint=self._request.constraint,
+            greedy_now=None if self._request.calls is None else lambda: self._parts.structural,
             forced=None if options.thinking_budget is None else self._forced,
             n_logprobs=options.n_logprobs,
         )
 
     def _forced(self) -> Sequence[int]:
         """Return the end of reasoning that has used up its budget, once."""
-        budget = self._order.options.thinking_budget
+        budget = self._request.options.thinking_budget
         if budget is None or not self._parts.thinking or self.n_reasoning < budget:
             return ()
         if self._cut_short:
@@ -137,16 +137,16 @@ class ReplyEvents:
         self.tokens.append(token.id)
         thinking = self._parts.thinking
         self.n_reasoning += thinking
-        self._order.meter.token(reasoning=thinking)
+        self._request.meter.token(reasoning=thinking)
         if token.logprobs is not None and not thinking:
             self._logprobs.append(self._logprob(token.id, token.logprobs))
-        if self._order.options.token_ids:
+        if self._request.options.token_ids:
             self._unsent.append(token.id)
         self._show(self._parts.push(self._text.push(self._bytes(token.id))))
         if self._unsent or self._logprobs:
             self._say(self._piece(""))
-        if thinking and not self._parts.thinking and self._order.constraint is not None:
-            self._order.constraint.start()
+        if thinking and not self._parts.thinking and self._request.constraint is not None:
+            self._request.constraint.start()
 
     def _bytes(self, token: int) -> bytes:
         return self._tokenizer.token_bytes(token, special=token in self._shown)
@@ -172,7 +172,7 @@ class ReplyEvents:
         Calls that can not be read are text, unless their client was already told of one.
         """
         if self._parts.malformed and not (streamed and self._parts.n_calls):
-            self._say(Piece(self._parts.raw_block))
+            self._say(TextPiece(self._parts.raw_block))
         if not self._parts.called:
             self.answer.drop_calls()
             return []
@@ -182,13 +182,13 @@ class ReplyEvents:
         self.answer.add(event)
         self._emit(event)
 
-    def _piece(self, text: str, *, reasoning: str = "") -> Piece:
+    def _piece(self, text: str, *, reasoning: str = "") -> TextPiece:
         """Return some text, with what is known of the tokens since the last one."""
         tokens, self._unsent = tuple(self._unsent), []
         logprobs, self._logprobs = tuple(self._logprobs), []
-        return Piece(text, tokens, reasoning=reasoning, logprobs=logprobs)
+        return TextPiece(text, tokens, reasoning=reasoning, logprobs=logprobs)
 
-    def _show(self, parts: Sequence[Part]) -> None:
+    def _show(self, parts: Sequence[ReplyPart]) -> None:
         for part in parts:
             match part:
                 case Reasoning(text=text):
@@ -196,7 +196,7 @@ class ReplyEvents:
                 case Content(text=text):
                     self._say(self._piece(text))
                 case CallBegun():
-                    self._ids.append(f"{self._order.call_prefix}{secrets.token_hex(16)}")
+                    self._ids.append(f"{self._request.call_prefix}{secrets.token_hex(16)}")
                     self._say(CallOpened(part.index, self._ids[-1], part.name))
                 case CallArguments():
                     self._say(CallFragment(part.index, part.text))

@@ -14,8 +14,8 @@ from typing import Final
 
 from ds4py.contracts import ModelCard
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import Message
-from ds4py.text.chat_formats.template import Chat
+from ds4py.server.api.chat_messages import ChatMessage
+from ds4py.text.chat_formats.template import ChatFormat
 from ds4py.text.tokenizer.tokenizer import Tokenizer
 
 _ALWAYS_EXACT: Final = 1 << 18
@@ -44,7 +44,7 @@ class TextStack:
     """
 
     tokenizer: Tokenizer
-    chat: Chat
+    chat: ChatFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Manner:
 
 
 def chat_prompt(
-    text: TextStack, messages: Sequence[Message], manner: Manner, *, answered: bool = False
+    text: TextStack, messages: Sequence[ChatMessage], manner: Manner, *, answered: bool = False
 ) -> tuple[int, ...]:
     """Return the ids of a conversation, by default with the assistant's turn opened.
 
@@ -103,7 +103,7 @@ def chat_prompt(
     return tuple(write(add_generation_prompt=True))
 
 
-def is_begun(messages: Sequence[Message]) -> bool:
+def is_begun(messages: Sequence[ChatMessage]) -> bool:
     """Tell whether a conversation ends with an answer that the model shall go on with."""
     return bool(messages) and messages[-1].role == "assistant" and not messages[-1].calls
 
@@ -114,7 +114,9 @@ def _end_of_turn(tokens: Sequence[int], eos_ids: Collection[int]) -> int | None:
     return next((n for n in last if tokens[n] in eos_ids), None)
 
 
-def retry_prompt(text: TextStack, messages: Sequence[Message], manner: Manner) -> tuple[int, ...]:
+def retry_prompt(
+    text: TextStack, messages: Sequence[ChatMessage], manner: Manner
+) -> tuple[int, ...]:
     """Return the ids that ask for another reply behind one whose calls can not be read.
 
     Args:
@@ -126,7 +128,7 @@ def retry_prompt(text: TextStack, messages: Sequence[Message], manner: Manner) -
     return tuple(text.chat.retry_ids(turns, think=manner.think, tools=manner.tools))
 
 
-def _turn(message: Message, block_for: BlockFor | None) -> dict[str, object]:
+def _turn(message: ChatMessage, block_for: BlockFor | None) -> dict[str, object]:
     """Return a message as chat formats know it; what it does not have, they do not see."""
     calls = [
         {
@@ -208,7 +210,7 @@ def too_long(n_prompt: int, n_ctx: int, *, param: str) -> RequestError:
 
 
 def excess(
-    text: TextStack, messages: Sequence[Message], tools: Sequence[str], n_ctx: int
+    text: TextStack, messages: Sequence[ChatMessage], tools: Sequence[str], n_ctx: int
 ) -> int | None:
     """Find conversations that are far too long, without writing or tokenizing them as a whole.
 

@@ -20,8 +20,8 @@ from typing import Final
 from ds4py.contracts import Cancelled
 from ds4py.errors import CancelledError, Ds4Error, RequestError
 from ds4py.server.errors import shutting_down
-from ds4py.server.requests.events import Done, Early, Event, Waiting
-from ds4py.server.requests.request import Emit, Order
+from ds4py.server.requests.events import Done, Early, Queued, ReplyEvent
+from ds4py.server.requests.request import Emit, GenerationRequest
 
 _log = logging.getLogger(__name__)
 
@@ -31,29 +31,29 @@ EVENTS_AHEAD: Final = 256
 STALL_SECONDS: Final = 60.0
 """Pause after which a client that takes nothing counts as gone."""
 
-Run = Callable[[Order, Emit, Cancelled], Done]
+RunRequest = Callable[[GenerationRequest, Emit, Cancelled], Done]
 """Does an order on a generation thread; returns its end, or raises to fail it."""
 
 
-class Job:
+class RequestHandle:
     """One order between its HTTP handler (event loop) and a generation thread.
 
     Args:
-        order: What to generate.
+        request: What to generate.
         forget: Takes the job out of the queue if it still waits there; tells whether it did.
     """
 
-    def __init__(self, order: Order, forget: Callable[[Job], bool]):
-        self.order = order
+    def __init__(self, request: GenerationRequest, forget: Callable[[RequestHandle], bool]):
+        self.request = request
         self._forget = forget
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[ReplyEvent] = asyncio.Queue()
         self._room = threading.Semaphore(EVENTS_AHEAD)
         self._cancelled = threading.Event()
-        self._place = 0
+        self._queue_position = 0
         self._reason: Ds4Error = CancelledError("the client is gone")
 
-    async def next(self, timeout: float | None = None) -> Event | None:
+    async def next(self, timeout: float | None = None) -> ReplyEvent | None:
         """Return the next event, or None after `timeout` seconds of silence (event loop only)."""
         try:
             async with asyncio.timeout(timeout):
@@ -94,12 +94,12 @@ class Job:
             raise CancelledError("the client is gone")
         self._push(event)
 
-    def tell_place(self, place: int) -> None:
+    def tell_position(self, position: int) -> None:
         """Tell the client how many requests are served before its own, itself included."""
-        if place != self._place:
-            self._place = place
+        if position != self._queue_position:
+            self._queue_position = position
             self._room.acquire(blocking=False)  # what nobody takes is not worth a pause
-            self._push(Waiting(place))
+            self._push(Queued(position))
 
     def finish(self, done: Done) -> None:
         """Hand over the last event; never waits for the client (generation thread only)."""
@@ -107,14 +107,14 @@ class Job:
             done = replace(done, error=self._reason)
         self._push(done)
 
-    def _push(self, event: Event) -> None:
+    def _push(self, event: ReplyEvent) -> None:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop is closed: nobody reads
             self._cancelled.set()
 
 
-class Jobs:
+class RequestQueue:
     """Bounded queue and generation threads, first come first served.
 
     Args:
@@ -123,13 +123,13 @@ class Jobs:
         max_queue: Orders that may wait beyond these.
     """
 
-    def __init__(self, run: Run, *, n_threads: int, max_queue: int):
+    def __init__(self, run: RunRequest, *, n_threads: int, max_queue: int):
         self._run = run
         self._n_threads = n_threads
         self._max_queue = max_queue
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._running: set[Job] = set()
+        self._waiting: deque[RequestHandle] = deque()
+        self._running: set[RequestHandle] = set()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -139,13 +139,13 @@ class Jobs:
         with self._changed:
             return len(self._running), len(self._waiting)
 
-    def submit(self, order: Order) -> Job:
+    def submit(self, request: GenerationRequest) -> RequestHandle:
         """Queue an order (event loop only).
 
         Raises:
             RequestError: Status 429: the queue is full; 503: the server is shutting down.
         """
-        job = Job(order, self._forget)
+        handle = RequestHandle(request, self._forget)
         with self._changed:
             if self._closed:
                 raise shutting_down()
@@ -159,11 +159,11 @@ class Jobs:
                 )
             if len(self._threads) < min(self._n_threads, busy + 1):
                 self._start_thread()  # first: if it fails, nobody takes a job without a client
-            self._waiting.append(job)
+            self._waiting.append(handle)
             if len(self._running) + len(self._waiting) > self._n_threads:
-                job.tell_place(len(self._waiting))
+                handle.tell_position(len(self._waiting))
             self._changed.notify()
-        return job
+        return handle
 
     def close(self, deadline: float, *, grace: float = 0.0) -> None:
         """Answer what waits, let what runs end or cancel it, and join the threads; idempotent.
@@ -176,13 +176,13 @@ class Jobs:
             self._closed = True
             waiting = list(self._waiting)
             self._changed.notify_all()
-        for job in waiting:
-            job.cancel(shutting_down())
+        for handle in waiting:
+            handle.cancel(shutting_down())
         with self._changed:
             self._changed.wait_for(lambda: not self._running, grace)
             running = list(self._running)
-        for job in running:
-            job.cancel(shutting_down())
+        for handle in running:
+            handle.cancel(shutting_down())
         end = time.monotonic() + deadline
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -195,37 +195,37 @@ class Jobs:
         thread.start()
         self._threads.append(thread)
 
-    def _forget(self, job: Job) -> bool:
+    def _forget(self, handle: RequestHandle) -> bool:
         with self._changed:
-            if job not in self._waiting:
+            if handle not in self._waiting:
                 return False
-            self._waiting.remove(job)
-            self._tell_places()
+            self._waiting.remove(handle)
+            self._tell_positions()
             return True
 
-    def _tell_places(self) -> None:
-        for place, job in enumerate(self._waiting, 1):
-            job.tell_place(place)
+    def _tell_positions(self) -> None:
+        for position, handle in enumerate(self._waiting, 1):
+            handle.tell_position(position)
 
-    def _take(self) -> Job | None:
+    def _take(self) -> RequestHandle | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return None
-            job = self._waiting.popleft()
-            self._running.add(job)
-            self._tell_places()
-            return job
+            handle = self._waiting.popleft()
+            self._running.add(handle)
+            self._tell_positions()
+            return handle
 
     def _serve(self) -> None:
-        while (job := self._take()) is not None:
+        while (handle := self._take()) is not None:
             try:
-                done = self._run(job.order, job.emit, job.is_cancelled)
+                done = self._run(handle.request, handle.emit, handle.is_cancelled)
             except Exception as error:  # noqa: BLE001 - a thread body: the client must get an end
                 if not isinstance(error, Ds4Error):
                     _log.exception("a generation thread failed")
                 done = Done(finish="error", error=error)
             with self._changed:
-                self._running.discard(job)  # first: the client may send its next request at once
+                self._running.discard(handle)  # first: the client may send its next request at once
                 self._changed.notify_all()
-            job.finish(done)
+            handle.finish(done)

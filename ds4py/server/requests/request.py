@@ -1,7 +1,7 @@
 """What a request asks of a generation thread.
 
-Owns: `Order`. Refuses to know: who performs it, how its events are sent. Invariant: an order is
-checked; performing it can fail, but not for what it says.
+Owns: `GenerationRequest`. Refuses to know: who performs it, how its events are sent. Invariant: an
+order is checked; performing it can fail, but not for what it says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ds4py.generation.grammar import Constraint
 from ds4py.server.api.options import Options
-from ds4py.server.history.disk_prefix_cache import Head
+from ds4py.server.history.disk_prefix_cache import PrefixLength
 from ds4py.server.observability.request_metrics import RequestMeter, unmetered
 from ds4py.server.requests.events import Answer, Early
 from ds4py.text.tool_calls.formats import CallFormat
@@ -30,7 +30,7 @@ Retry = Callable[[], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class GenerationRequest:
     """What a request asks of the model.
 
     Args:
@@ -44,7 +44,7 @@ class Order:
         retry: Writes what asks for another try behind calls that can not be read; None tries once.
         constraint: The grammar of the answer; None leaves it free.
         conclude: Takes note of the whole reply, if anybody does.
-        head: Tells where the first question of the prompt begins, if anybody knows.
+        prefix_length: Tells where the first question of the prompt begins, if anybody knows.
         deadline: When to give up, in seconds of `time.monotonic`; None never.
         meter: Counts what it costs.
     """
@@ -59,7 +59,7 @@ class Order:
     retry: Retry | None = None
     constraint: Constraint | None = field(default=None, compare=False, repr=False)
     conclude: Conclude | None = None
-    head: Head | None = None
+    prefix_length: PrefixLength | None = None
     deadline: float | None = None
     meter: RequestMeter = field(default_factory=unmetered, compare=False, repr=False)
 

@@ -16,16 +16,16 @@ from typing import Final
 
 from ds4py.contracts import Backend, Cancelled, Session
 from ds4py.errors import CancelledError, Ds4Error, LocalProtocolError, RequestError
-from ds4py.generation.logits_processors import SteeredSampler
-from ds4py.generation.loop import Finished, FinishReason, Prefilled, Step, Token, generate
+from ds4py.generation.logits_processors import SamplingController
+from ds4py.generation.loop import Finished, FinishReason, GenerationStep, Prefilled, Token, generate
 from ds4py.generation.sampling import Sampler
-from ds4py.server.history.disk_prefix_cache import Checkpoints
-from ds4py.server.history.exact_tokens import Transcripts
-from ds4py.server.history.tool_calls import ToolMemory
+from ds4py.server.history.disk_prefix_cache import DiskPrefixCache
+from ds4py.server.history.exact_tokens import ExactTokens
+from ds4py.server.history.tool_calls import ToolCallMemory
 from ds4py.server.requests.events import Done, Finish, Prefilling, Started, Tally
-from ds4py.server.requests.output import ReplyEvents
+from ds4py.server.requests.output import OutputProcessor
 from ds4py.server.requests.prompts import TextStack
-from ds4py.server.requests.request import Emit, Order
+from ds4py.server.requests.request import Emit, GenerationRequest
 from ds4py.snapshot.kvc import Reason
 from ds4py.text.tokenizer.tokenizer import Tokenizer
 
@@ -35,36 +35,36 @@ _SAVE_SECONDS: Final = 5.0
 """Time that the end of a server waits for sessions that are still in use."""
 
 
-class Performer:
+class GenerationWorker:
     """Performs orders; any number of threads may do so at once.
 
     Args:
         backend: Sessions of the model.
         text: Tokenizer of the same model.
         tools: Where the words of calls are remembered.
-        transcripts: Where conversations are remembered.
-        checkpoints: Sessions on disk; None keeps none.
+        exact_tokens: Where conversations are remembered.
+        disk_prefixes: Sessions on disk; None keeps none.
     """
 
     def __init__(
         self,
         backend: Backend,
         text: TextStack,
-        tools: ToolMemory,
-        transcripts: Transcripts,
-        checkpoints: Checkpoints | None = None,
+        tools: ToolCallMemory,
+        exact_tokens: ExactTokens,
+        disk_prefixes: DiskPrefixCache | None = None,
     ):
         self._backend = backend
         self._tokenizer = text.tokenizer
         self._tools = tools
-        self._transcripts = transcripts
-        self._checkpoints = checkpoints
+        self._exact_tokens = exact_tokens
+        self._disk_prefixes = disk_prefixes
 
-    def perform(self, order: Order, emit: Emit, cancelled: Cancelled) -> Done:
+    def perform(self, request: GenerationRequest, emit: Emit, cancelled: Cancelled) -> Done:
         """Generate one answer.
 
         Args:
-            order: What to generate.
+            request: What to generate.
             emit: Takes events in order; raises `CancelledError` when nobody wants them any more.
             cancelled: Polled while waiting and between chunks and tokens.
 
@@ -76,16 +76,16 @@ class Performer:
         """
 
         def given_up() -> bool:
-            return cancelled() or order.late
+            return cancelled() or request.late
 
-        run = _Run(order, emit, self._tokenizer, self._tools, self._checkpoints)
-        prompt = self._best_path(order.prompt)
+        run = GenerationTask(request, emit, self._tokenizer, self._tools, self._disk_prefixes)
+        prompt = self._best_path(request.prompt)
         try:
             lease = self._backend.lease(prompt, cancelled=given_up)
-            with lease as session, order.meter.leased():
+            with lease as session, request.meter.leased():
                 return run.drive(session, prompt, given_up)
         except CancelledError as error:
-            if order.late and not cancelled():
+            if request.late and not cancelled():
                 raise RequestError(
                     "the time limit of the request passed before its prompt was evaluated; "
                     "try again later, or with a shorter prompt",
@@ -97,14 +97,14 @@ class Performer:
     def _best_path(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """Return the prompt of the same meaning that costs least to evaluate now."""
         n_ctx = self._backend.n_ctx
-        paths = [path for path in self._transcripts.paths(prompt) if len(path) < n_ctx]
+        paths = [path for path in self._exact_tokens.paths(prompt) if len(path) < n_ctx]
         if not paths:
             return prompt
         return min((prompt, *paths), key=lambda path: len(path) - self._backend.n_cached(path))
 
     def save_all(self, n_sessions: int) -> None:
         """Save every session that nobody uses any more; for the end of a server."""
-        if self._checkpoints is None:
+        if self._disk_prefixes is None:
             return
         health = self._backend.health()
         if not health.ready:  # saving would wait for it in vain
@@ -119,39 +119,39 @@ class Performer:
                 except CancelledError:
                     _log.warning("a session is still in use and is not saved")
                     return
-                self._checkpoints.save(session, Reason.SHUTDOWN)
+                self._disk_prefixes.save(session, Reason.SHUTDOWN)
 
 
-class _Run:
+class GenerationTask:
     """The state of one order while it runs."""
 
     def __init__(
         self,
-        order: Order,
+        request: GenerationRequest,
         emit: Emit,
         tokenizer: Tokenizer,
-        tools: ToolMemory,
-        checkpoints: Checkpoints | None,
+        tools: ToolCallMemory,
+        disk_prefixes: DiskPrefixCache | None,
     ):
-        self._order = order
+        self._request = request
         self._emit = emit
         self._tokenizer = tokenizer
         self._tools = tools
-        self._checkpoints = checkpoints
-        self._prompt = order.prompt
+        self._disk_prefixes = disk_prefixes
+        self._prompt = request.prompt
         self._began = time.monotonic()
-        self._n_prompt = len(order.prompt)
+        self._n_prompt = len(request.prompt)
         self._prefilled: float | None = None
         self._n_cached: int | None = None
         self._n_spent = 0
-        self._reply = ReplyEvents(order, emit, tokenizer)
+        self._reply = OutputProcessor(request, emit, tokenizer)
 
     def drive(self, session: Session, prompt: tuple[int, ...], cancelled: Cancelled) -> Done:
-        """Generate on a leased session; see `Performer.perform`."""
+        """Generate on a leased session; see `GenerationWorker.perform`."""
         self._prompt = prompt
         try:
-            if self._checkpoints is not None:
-                self._resume(self._checkpoints, session, cancelled)
+            if self._disk_prefixes is not None:
+                self._resume(self._disk_prefixes, session, cancelled)
             finish = self._attempt(session, self._prompt, cancelled)
             if self._may_retry(session):
                 finish = self._attempt(session, self._prompt, cancelled)
@@ -164,24 +164,30 @@ class _Run:
             return Done(finish="error", error=error, tally=self._tally())
         return Done(finish=finish, stop=self._reply.stop, tally=self._tally())
 
-    def _resume(self, checkpoints: Checkpoints, session: Session, cancelled: Cancelled) -> None:
+    def _resume(
+        self, disk_prefixes: DiskPrefixCache, session: Session, cancelled: Cancelled
+    ) -> None:
         """Bring the session nearer to the prompt, by a file or by saving on the way."""
-        self._prompt = checkpoints.resume(session, self._prompt)
+        self._prompt = disk_prefixes.resume(session, self._prompt)
         n_loaded = session.reusable(self._prompt)
-        n_cached = checkpoints.prefill(
-            session, self._prompt, self._order.head, progress=self._report, cancelled=cancelled
+        n_cached = disk_prefixes.prefill(
+            session,
+            self._prompt,
+            self._request.prefix_length,
+            progress=self._report,
+            cancelled=cancelled,
         )
         self._n_cached = max(n_loaded, n_cached) if n_cached is not None else None
 
     def _may_retry(self, session: Session) -> bool:
         """Prepare another attempt, if the reply has calls that can not be read."""
-        ask = self._order.retry() if self._reply.malformed and self._order.retry else ()
+        ask = self._request.retry() if self._reply.malformed and self._request.retry else ()
         prompt = (*self._prompt, *self._reply.tokens, *ask)
         if not ask or len(prompt) >= session.n_ctx:
             return False
         _log.info("a call of a tool can not be read: asking the model for another one")
         self._n_spent = self._reply.n_tokens
-        self._reply = ReplyEvents(self._order, self._emit, self._tokenizer)
+        self._reply = OutputProcessor(self._request, self._emit, self._tokenizer)
         self._prompt = prompt
         return True
 
@@ -190,28 +196,30 @@ class _Run:
         events = generate(
             session,
             prompt,
-            sampler=SteeredSampler(Sampler(self._order.options.sampling), self._reply.controls()),
+            sampler=SamplingController(
+                Sampler(self._request.options.sampling), self._reply.controls()
+            ),
             eos_ids=self._tokenizer.eos_ids,
-            max_tokens=self._order.max_tokens - self._n_spent,
+            max_tokens=self._request.max_tokens - self._n_spent,
             cancelled=cancelled,
             progress=self._report,
         )
         return self._consume(session, events)
 
-    def _consume(self, session: Session, events: Iterable[Step]) -> Finish:
+    def _consume(self, session: Session, events: Iterable[GenerationStep]) -> Finish:
         for event in events:
             match event:
                 case Prefilled():
                     self._start(event.n_cached)
                 case Token():
-                    if self._checkpoints is not None and not self._reply.in_block:
-                        self._checkpoints.grown(session)
+                    if self._disk_prefixes is not None and not self._reply.in_block:
+                        self._disk_prefixes.grown(session)
                     self._reply.take(event)
                     if self._reply.complete:
                         self._reply.end(by_model=False)
                         return "stop"
                 case Finished(reason=FinishReason.CANCELLED):
-                    if self._order.late and self._prefilled is not None:
+                    if self._request.late and self._prefilled is not None:
                         self._reply.end(by_model=False)
                         return "length"
                     raise CancelledError("the request was cancelled")
@@ -226,18 +234,18 @@ class _Run:
             self._prefilled = time.monotonic()
             self._n_prompt = len(self._prompt)
             self._n_cached = n_cached if self._n_cached is None else self._n_cached
-            self._order.meter.prefilled(self._n_prompt, self._n_cached)
+            self._request.meter.prefilled(self._n_prompt, self._n_cached)
         self._emit(Started(self._n_prompt, self._n_cached or 0))
 
     def _conclude(self, finish: Finish) -> Finish:
         """Emit what is left of the reply, and take note of it."""
-        ids = self._reply.close(streamed=self._order.options.stream)
+        ids = self._reply.close(streamed=self._request.options.stream)
         if ids:
             self._tools.remember(ids, self._reply.block)
             finish = "tool_calls"
-        if self._order.conclude is not None:
+        if self._request.conclude is not None:
             said = (*self._prompt, *self._reply.tokens) if self._reply.says_all else ()
-            self._order.conclude(self._reply.answer, said)
+            self._request.conclude(self._reply.answer, said)
         return finish
 
     def _report(self, n_done: int, n_prompt: int) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from ds4py.gguf.kinds import MetaValue
 from ds4py.text.chat_formats.deepseek4 import DeepSeek4Chat
-from ds4py.text.chat_formats.template import Chat, ChatTemplate
+from ds4py.text.chat_formats.template import ChatFormat, ChatTemplate
 from ds4py.text.tokenizer.deepseek4_tokens import ARCHITECTURE
 from ds4py.text.tokenizer.tokenizer import Tokenizer
 
 
-def chat_for(metadata: Mapping[str, MetaValue], tokenizer: Tokenizer, n_ctx: int) -> Chat:
+def chat_for(metadata: Mapping[str, MetaValue], tokenizer: Tokenizer, n_ctx: int) -> ChatFormat:
     """Return the chat format of a GGUF file.
 
     Args:

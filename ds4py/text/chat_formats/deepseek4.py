@@ -15,8 +15,8 @@ from typing import Final
 
 from ds4py.errors import RequestError
 from ds4py.text.chat_formats.dsml import ToolCall, call_parts, exact_parts, preamble_parts
-from ds4py.text.chat_formats.template import Message, text_of
-from ds4py.text.tokenizer.deepseek4_tokens import Marker, Part, no_marker
+from ds4py.text.chat_formats.template import MessageFields, text_of
+from ds4py.text.tokenizer.deepseek4_tokens import Marker, PromptPart, no_marker
 from ds4py.text.tokenizer.tokenizer import Tokenizer
 from ds4py.text.tool_calls.formats import DSML
 
@@ -108,7 +108,7 @@ class DeepSeek4Chat:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageFields],
         *,
         add_generation_prompt: bool = True,
         system_in_place: bool = False,
@@ -120,7 +120,7 @@ class DeepSeek4Chat:
 
     def render_ids(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageFields],
         *,
         add_generation_prompt: bool = True,
         system_in_place: bool = False,
@@ -150,12 +150,16 @@ class DeepSeek4Chat:
         return self.encode(parts)
 
     def retry_ids(
-        self, messages: Sequence[Message], *, think: str | None = None, tools: Sequence[str] = ()
+        self,
+        messages: Sequence[MessageFields],
+        *,
+        think: str | None = None,
+        tools: Sequence[str] = (),
     ) -> list[int]:
-        """See `Chat.retry_ids`: a result that says what happened, and the rules once more."""
+        """See `ChatFormat.retry_ids`: a result that says what happened, and the rules once more."""
         mode = self.mode(think)
         systems, _ = _read(messages, in_place=False)
-        parts: list[Part] = [Marker.EOS, Marker.USER, _tool_result(_UNREADABLE), "\n\n"]
+        parts: list[PromptPart] = [Marker.EOS, Marker.USER, _tool_result(_UNREADABLE), "\n\n"]
         parts += _head(systems, tools)
         parts += [Marker.ASSISTANT, Marker.THINK_END if mode is ThinkMode.NONE else Marker.THINK]
         return self.encode(parts)
@@ -169,7 +173,7 @@ class DeepSeek4Chat:
         """Tell whether a reply to these token ids begins inside the reasoning."""
         return bool(prompt) and prompt[-1] == self._ids[Marker.THINK]
 
-    def encode(self, parts: Iterable[Part]) -> list[int]:
+    def encode(self, parts: Iterable[PromptPart]) -> list[int]:
         """Return the ids of a prompt in parts; text that no marker divides is tokenized as one."""
         ids: list[int] = []
         for is_marker, run in groupby(parts, lambda part: isinstance(part, Marker)):
@@ -182,16 +186,16 @@ class DeepSeek4Chat:
     def _parts(
         self,
         systems: Sequence[str],
-        turns: Sequence[_Turn],
+        turns: Sequence[_PromptTurn],
         variables: Mapping[str, object],
         *,
         opened: bool,
-    ) -> list[Part]:
+    ) -> list[PromptPart]:
         mode = self.mode(variables.get("think"))
         tools = variables.get("tools") or ()
         if not isinstance(tools, list | tuple):
             raise RequestError(f"tools: got {tools!a:.40}, expected a list", param="tools")
-        parts: list[Part] = [Marker.BOS]
+        parts: list[PromptPart] = [Marker.BOS]
         if mode is ThinkMode.MAX:
             parts.append(MAX_EFFORT)
         parts += _head(systems, tools)
@@ -202,7 +206,7 @@ class DeepSeek4Chat:
         return parts
 
 
-def message_parts(role: str, content: str) -> list[Part]:
+def message_parts(role: str, content: str) -> list[PromptPart]:
     """Return what one message appends to a growing prompt, apart from the end of the turn before.
 
     Args:
@@ -222,20 +226,22 @@ def message_parts(role: str, content: str) -> list[Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _PromptTurn:
     """A message that has its own place; `calls` is the assistant's block or empty."""
 
     role: str
     text: str
     reasoning: str
-    calls: list[Part]
+    calls: list[PromptPart]
     continues: bool = False
 
 
-def _read(messages: Sequence[Message], *, in_place: bool) -> tuple[list[str], list[_Turn]]:
+def _read(
+    messages: Sequence[MessageFields], *, in_place: bool
+) -> tuple[list[str], list[_PromptTurn]]:
     """Tell apart the texts that go to the front and the turns."""
     systems: list[str] = []
-    turns: list[_Turn] = []
+    turns: list[_PromptTurn] = []
     for message in messages:
         said = message.get("role")
         role = "user" if said is None else _ROLES.get(str(said), str(said))
@@ -243,14 +249,14 @@ def _read(messages: Sequence[Message], *, in_place: bool) -> tuple[list[str], li
         if role == "system" and not (in_place and turns):
             systems.append(text)
         elif role in ("system", "user", "tool"):
-            turns.append(_Turn(role, text, "", [], continues=bool(message.get("continues"))))
+            turns.append(_PromptTurn(role, text, "", [], continues=bool(message.get("continues"))))
         elif role == "assistant":
             reasoning = text_of(message.get("reasoning_content"))
-            turns.append(_Turn(role, text, reasoning, _calls(message)))
+            turns.append(_PromptTurn(role, text, reasoning, _calls(message)))
     return systems, turns
 
 
-def _calls(message: Message) -> list[Part]:
+def _calls(message: MessageFields) -> list[PromptPart]:
     found = message.get("tool_calls")
     listed = found if isinstance(found, list | tuple) else ()
     calls = [call for item in listed if (call := ToolCall.from_message(item)) is not None]
@@ -260,7 +266,7 @@ def _calls(message: Message) -> list[Part]:
     return call_parts(calls) if calls else []
 
 
-def _head(systems: Iterable[str], tools: Sequence[object]) -> list[Part]:
+def _head(systems: Iterable[str], tools: Sequence[object]) -> list[PromptPart]:
     """Return the tools on offer and the system texts, a blank line between any two."""
     parts = preamble_parts(tools) if tools else []
     for text in filter(None, systems):
@@ -268,18 +274,18 @@ def _head(systems: Iterable[str], tools: Sequence[object]) -> list[Part]:
     return parts
 
 
-def _conversation(turns: Sequence[_Turn], *, thinking: bool, tools: bool) -> list[Part]:
+def _conversation(turns: Sequence[_PromptTurn], *, thinking: bool, tools: bool) -> list[PromptPart]:
     """Return all turns; reasoning of old ones is left out unless tools are in play."""
     keeps_all = tools or any(turn.calls or turn.role == "tool" for turn in turns)
     asked = [n for n, turn in enumerate(turns) if turn.role in ("user", "tool")]
     last_asked = asked[-1] if asked else -1
-    parts: list[Part] = []
+    parts: list[PromptPart] = []
     before = "assistant"
     for n, turn in enumerate(turns):
         if turn.role == "assistant":
             if before != "assistant":
                 shows = thinking and (keeps_all or n > last_asked)
-                thought: list[Part] = [Marker.THINK, turn.reasoning] if shows else []
+                thought: list[PromptPart] = [Marker.THINK, turn.reasoning] if shows else []
                 parts += [Marker.ASSISTANT, *thought, Marker.THINK_END]
             parts += [turn.text, *turn.calls, Marker.EOS]
         elif turn.role == "tool":

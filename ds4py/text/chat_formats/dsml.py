@@ -14,7 +14,7 @@ from typing import Final
 
 from ds4py.errors import RequestError
 from ds4py.text.raw_json import members, minified
-from ds4py.text.tokenizer.deepseek4_tokens import Marker, Part, marked
+from ds4py.text.tokenizer.deepseek4_tokens import Marker, PromptPart, marked
 
 _PARAMETER_END: Final = f"</{Marker.DSML}parameter>"
 _ATTRIBUTE: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
@@ -82,7 +82,7 @@ class ToolCall:
         return cls(name, arguments if is_text else json.dumps(arguments, ensure_ascii=False))
 
 
-def preamble_parts(tools: Sequence[object]) -> list[Part]:
+def preamble_parts(tools: Sequence[object]) -> list[PromptPart]:
     """Return the text that offers tools: the rules of the markup, and the schemas.
 
     Args:
@@ -97,9 +97,9 @@ def preamble_parts(tools: Sequence[object]) -> list[Part]:
     return [*marked(before), schemas, *marked(after)]
 
 
-def call_parts(calls: Sequence[ToolCall]) -> list[Part]:
+def call_parts(calls: Sequence[ToolCall]) -> list[PromptPart]:
     """Return the block of an assistant's calls, with the blank line before it."""
-    parts: list[Part] = ["\n\n<", Marker.DSML, "tool_calls>\n"]
+    parts: list[PromptPart] = ["\n\n<", Marker.DSML, "tool_calls>\n"]
     for call in calls:
         parts += _tag("invoke", call.name, ">\n")
         for name, value in _arguments(call).items():
@@ -108,7 +108,7 @@ def call_parts(calls: Sequence[ToolCall]) -> list[Part]:
     return [*parts, "</", Marker.DSML, "tool_calls>"]
 
 
-def exact_parts(block: str) -> list[Part]:
+def exact_parts(block: str) -> list[PromptPart]:
     """Return a block in the very words in which the model wrote it; only its tags are markers."""
     return marked(block, (Marker.DSML,))
 
@@ -127,7 +127,7 @@ def _arguments(call: ToolCall) -> dict[str, str]:
     return {"arguments": json.dumps(call.arguments)} if found is None else found
 
 
-def _parameter(name: str, value: str) -> list[Part]:
+def _parameter(name: str, value: str) -> list[PromptPart]:
     is_text = value.startswith('"')
     if is_text:
         body = json.loads(value).replace(_PARAMETER_END, "&lt;" + _PARAMETER_END[1:])
@@ -137,5 +137,5 @@ def _parameter(name: str, value: str) -> list[Part]:
     return [*opening, body, "</", Marker.DSML, "parameter>\n"]
 
 
-def _tag(kind: str, name: str, rest: str) -> list[Part]:
+def _tag(kind: str, name: str, rest: str) -> list[PromptPart]:
     return ["<", Marker.DSML, f'{kind} name="{name.translate(_ATTRIBUTE)}"{rest}']

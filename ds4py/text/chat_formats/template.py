@@ -1,7 +1,8 @@
 """Messages to prompt: what any chat format does, and the chat template of a GGUF file.
 
-Owns: the protocol `Chat`; what a template gets to see, what happens when it is missing or fails,
-and BOS. Refuses to know: HTTP, sessions, and how templates are run within limits (`sandbox`).
+Owns: the protocol `ChatFormat`; what a template gets to see, what happens when it is missing or
+fails, and BOS. Refuses to know: HTTP, sessions, and how templates are run within limits
+(`sandbox`).
 Invariant: every list of messages gives a prompt or a `RequestError`; a bad template never stops the
 server.
 
@@ -36,11 +37,11 @@ _SYSTEM: Final = ("system", "developer")
 _TAIL: Final = 16
 """Tokens at the end of a prompt among which an opening think tag is searched."""
 
-Message = Mapping[str, object]
+MessageFields = Mapping[str, object]
 """One message as clients send it: `role`, `content`, and whatever else a template may know."""
 
 
-class Chat(Protocol):
+class ChatFormat(Protocol):
     """How one model wants conversations written; safe to use from several threads."""
 
     @property
@@ -57,7 +58,7 @@ class Chat(Protocol):
 
     def render_ids(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageFields],
         *,
         add_generation_prompt: bool = True,
         think: str | None = None,
@@ -83,7 +84,11 @@ class Chat(Protocol):
         """
 
     def retry_ids(
-        self, messages: Sequence[Message], *, think: str | None = None, tools: Sequence[str] = ()
+        self,
+        messages: Sequence[MessageFields],
+        *,
+        think: str | None = None,
+        tools: Sequence[str] = (),
     ) -> list[int]:
         """Return what asks for another reply behind one whose calls can not be read.
 
@@ -160,22 +165,22 @@ class ChatTemplate:
 
     @property
     def default_system(self) -> str:
-        """See `Chat.default_system`: templates bring their own."""
+        """See `ChatFormat.default_system`: templates bring their own."""
         return ""
 
     @property
     def call_format(self) -> CallFormat | None:
-        """See `Chat.call_format`: what the template shows to the model."""
+        """See `ChatFormat.call_format`: what the template shows to the model."""
         return self._call_format
 
     @property
     def may_think(self) -> bool:
-        """See `Chat.may_think`: the template knows the tag, and a text shows it."""
+        """See `ChatFormat.may_think`: the template knows the tag, and a text shows it."""
         return self._may_think
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageFields],
         *,
         add_generation_prompt: bool = True,
         think: str | None = None,
@@ -222,7 +227,7 @@ class ChatTemplate:
 
     def render_ids(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageFields],
         *,
         add_generation_prompt: bool = True,
         think: str | None = None,
@@ -246,9 +251,13 @@ class ChatTemplate:
         return self._tokenizer.prompt_ids(text)
 
     def retry_ids(
-        self, messages: Sequence[Message], *, think: str | None = None, tools: Sequence[str] = ()
+        self,
+        messages: Sequence[MessageFields],
+        *,
+        think: str | None = None,
+        tools: Sequence[str] = (),
     ) -> list[int]:
-        """See `Chat.retry_ids`: a template only writes whole conversations."""
+        """See `ChatFormat.retry_ids`: a template only writes whole conversations."""
         del messages, think, tools
         return []
 
@@ -262,14 +271,14 @@ class ChatTemplate:
         return self._tokenizer.prompt_ids(prompt)
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """See `Chat.opens_reasoning`.
+        """See `ChatFormat.opens_reasoning`.
 
         A closing tag that is a control token never shows in a text, so nothing could be told apart.
         """
         end = self._tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
         return end.endswith(THINK.encode()) and self._shows_thinking
 
-    def _plain(self, message: Message) -> dict[str, object]:
+    def _plain(self, message: MessageFields) -> dict[str, object]:
         role = message.get("role")
         if role is None:
             role = "user"
@@ -311,7 +320,7 @@ def text_of(content: object) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _system_first(messages: Sequence[Message]) -> Sequence[Message]:
+def _system_first(messages: Sequence[MessageFields]) -> Sequence[MessageFields]:
     """Return the messages with all system texts in one that comes first."""
     systems = [message for message in messages if message.get("role") in _SYSTEM]
     if not systems or (len(systems) == 1 and messages[0] is systems[0]):

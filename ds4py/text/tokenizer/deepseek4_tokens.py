@@ -37,14 +37,14 @@ class Marker(StrEnum):
     DSML = f"{_BAR}DSML{_BAR}"
 
 
-Part = Marker | str
+PromptPart = Marker | str
 """A piece of a prompt: a `Marker` is its token, any other text is ordinary characters."""
 
 # A reply may show these; the other markers are left out of its text.
 _SHOWN: Final = frozenset({Marker.THINK, Marker.THINK_END, Marker.DSML})
 
 
-def marked(text: str, markers: Collection[Marker] = tuple(Marker)) -> list[Part]:
+def marked(text: str, markers: Collection[Marker] = tuple(Marker)) -> list[PromptPart]:
     """Cut a text of our own, or one that the model wrote, at the markers spelled in it.
 
     Args:

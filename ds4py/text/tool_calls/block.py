@@ -6,14 +6,14 @@ reply holds besides. Invariant: a call that began is ended, whatever happens to 
 
 from __future__ import annotations
 
-from ds4py.text.parts import Part
+from ds4py.text.parts import ReplyPart
 from ds4py.text.reasoning import n_begun
 from ds4py.text.tool_calls.formats import CallFormat
 from ds4py.text.tool_calls.scanner import Scanner, UnreadableError
 from ds4py.text.tool_calls.writer import CallWriter
 
 
-class Block:
+class CallBlock:
     """One block, used by one thread at a time.
 
     Args:
@@ -62,7 +62,7 @@ class Block:
         """All text of the block, whatever became of it."""
         return "".join(self._raw)
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[ReplyPart]:
         """Take further text; return what is certain now."""
         if self.complete:
             return []
@@ -73,20 +73,20 @@ class Block:
         self._scanner.feed(text)
         return self._advance()
 
-    def finish(self, *, ended: bool) -> list[Part]:
+    def finish(self, *, ended: bool) -> list[ReplyPart]:
         """Return what remains: no more text will come.
 
         Args:
             ended: By the model, which is taken to have meant the closing tags that are missing.
         """
-        parts: list[Part] = []
+        parts: list[ReplyPart] = []
         if not (self.complete or self.unreadable or self.whole) and ended:
             self._scanner.ended = True
             parts = self._advance()
         self._calls.end(whole=False)
         return parts + self._calls.drain()
 
-    def _advance(self) -> list[Part]:
+    def _advance(self) -> list[ReplyPart]:
         try:
             next(self._steps)
         except StopIteration:

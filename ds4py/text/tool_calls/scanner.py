@@ -30,7 +30,7 @@ class UnreadableError(Exception):
     """The text does not follow the grammar."""
 
 
-class Body(Protocol):
+class ScannedBody(Protocol):
     """Takes the text between two tags as it comes."""
 
     @property
@@ -166,7 +166,7 @@ class Scanner:
             raise UnreadableError
         return self.take(len(found[0]))
 
-    def until(self, closing: str, body: Body) -> Steps[None]:
+    def until(self, closing: str, body: ScannedBody) -> Steps[None]:
         """Pass on everything before `closing`, and read that too; at the end it is supplied."""
         while (at := self._text.find(closing, self._at)) < 0:
             n_held = n_begun(self._text[max(self._at, len(self._text) - len(closing)) :], closing)

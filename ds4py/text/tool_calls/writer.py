@@ -11,7 +11,7 @@ import json
 import re
 from typing import Final
 
-from ds4py.text.parts import CallArguments, CallBegun, CallEnded, Part
+from ds4py.text.parts import CallArguments, CallBegun, CallEnded, ReplyPart
 
 _ENTITY: Final = re.compile("&(amp|lt|gt|quot|apos);")
 _BEGUN_ENTITY: Final = re.compile("&[a-z]{0,4}$")
@@ -30,7 +30,7 @@ class CallWriter:
     def __init__(self) -> None:
         self.n_calls = 0
         self.n_whole = 0
-        self._parts: list[Part] = []
+        self._parts: list[ReplyPart] = []
         self._open = False
 
     def begin(self, name: str) -> None:
@@ -50,7 +50,7 @@ class CallWriter:
             self.n_whole += whole
             self._parts.append(CallEnded(self.n_calls - 1, whole))
 
-    def drain(self) -> list[Part]:
+    def drain(self) -> list[ReplyPart]:
         """Return the parts since the last time."""
         parts, self._parts = self._parts, []
         return parts

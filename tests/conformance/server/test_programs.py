@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds4py.bench.context_sweep import Plan
+from ds4py.bench.context_sweep import SweepPlan
 from tests import golden
 from tests.conformance.server.peer import CHAT, parse, posting, read_all, read_until
 from tests.e2e.support import SHORT, Alone, endless_toy
@@ -110,7 +110,7 @@ def test_c68_nothing_but_the_answer_on_stdout(toy: Path) -> None:
     ],
 )
 def test_c72_frontiers(plan: Any, frontiers: list[int]) -> None:
-    assert Plan(**{"step": 1, "factor": 1.0, "gen_tokens": 1, **plan}).frontiers == frontiers
+    assert SweepPlan(**{"step": 1, "factor": 1.0, "gen_tokens": 1, **plan}).frontiers == frontiers
 
 
 @pytest.fixture(scope="module")

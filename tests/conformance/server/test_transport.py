@@ -11,7 +11,7 @@ from ds4py.cli.flags.shared import take
 from ds4py.cli.server import HttpFlags
 from ds4py.cli.server import server as command
 from ds4py.config import Address, CoordinatorConfig, SamplingParams, ServerConfig
-from ds4py.runtime import open_doors
+from ds4py.runtime import open_listeners
 from ds4py.server.http import server as serve_module
 from tests.conformance.server.peer import (
     CHAT,
@@ -62,9 +62,9 @@ def test_c01_the_address_without_options() -> None:
 
 def test_c01_no_other_address_is_served() -> None:
     front = ServerConfig(address=Address("127.0.0.1", 0))
-    with open_doors(CoordinatorConfig(), front, SOCKETS) as doors:
-        assert doors.shared is None
-        (address,) = doors.http_addresses
+    with open_listeners(CoordinatorConfig(), front, SOCKETS) as listeners:
+        assert listeners.shared is None
+        (address,) = listeners.http_addresses
         assert address.host == "127.0.0.1"
         connect(address.port).close()
         for host in ("127.0.0.2", "::1"):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import ModelCard, Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.sockets import Listener
 from tests.by_hand import PROMPT
 from tests.clusters import ANY_PORT, DEADLINE, SOCKETS, Cluster, cluster
@@ -40,10 +40,10 @@ def coordinator_of(
 ) -> Iterator[Cluster]:
     """Run a coordinator of any model, without workers."""
     coordinator = Coordinator(model, N_CTX, config, SOCKETS, local=local)
-    port = CoordinatorPort(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+    port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
     port.start()
     try:
-        yield Cluster(coordinator, ClusterBackend(coordinator, 1), port)
+        yield Cluster(coordinator, SessionPool(coordinator, 1), port)
     finally:
         port.close()
         coordinator.close()

@@ -21,7 +21,7 @@ import numpy as np
 from ds4py.config import Address, CoordinatorConfig, WorkerConfig, WorkerTuning
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.registry import WorkerRecord
-from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.worker.worker import Worker
 from tests.by_hand import PROMPT
 from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, span, wait_until
@@ -345,7 +345,7 @@ def door() -> Iterator[Door]:
 
 @contextmanager
 def worker(
-    layers: str | LayerSpan = "0-5",
+    layers: str | LayerRange = "0-5",
     *,
     coordinator: Address | None = None,
     plain: bool = False,
@@ -370,7 +370,7 @@ def worker(
 
 
 @contextmanager
-def driving(layers: str | LayerSpan = "0-5", **fields: object) -> Iterator[Peer]:
+def driving(layers: str | LayerRange = "0-5", **fields: object) -> Iterator[Peer]:
     """Drive a worker over its data port; `fields` as in `worker`."""
     with worker(layers, **fields) as w, dial(w.address) as peer:  # type: ignore[arg-type]
         yield peer

@@ -70,9 +70,9 @@ class Scene(NamedTuple):
 @contextmanager
 def scene(layers: str = "0-2", output: int = 1, **fields: object) -> Iterator[Scene]:
     with door() as behind, worker(layers, **fields) as w, dial(w.address) as up:  # type: ignore[arg-type]
-        last = w._stage.facts.span.end
+        last = w._stage.facts.layers.end
         next_hop = Hop(last + 1, 5, output, b"127.0.0.1", behind.address.port)
-        yield Scene(w, up, behind, [Hop(w._stage.facts.span.start, last), next_hop])
+        yield Scene(w, up, behind, [Hop(w._stage.facts.layers.start, last), next_hop])
 
 
 def rows_of(layers: range, tokens: list[int]) -> np.ndarray:

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from ds4py.contracts import SliceWork
+from ds4py.contracts import ForwardRequest
 from ds4py.worker import worker as worker_module
 from tests.conformance.statements.peer import (
     BEGIN,
@@ -121,7 +121,7 @@ def test_statement_040_a_span_starts_where_the_session_ends(pos0: int, can_rewin
 def test_statement_040_after_a_failed_evaluation(can_rewind: bool) -> None:
     """A session whose evaluation failed keeps its tokens, but needs a reset before any of them."""
 
-    def fail_once(work: SliceWork) -> None:
+    def fail_once(work: ForwardRequest) -> None:
         if work.tokens == (13,):
             raise RuntimeError("broken")
 
@@ -192,5 +192,5 @@ def test_statement_044_asking_for_a_shard_makes_no_session() -> None:
             begin = peer.expect(BEGIN)
             assert begin[:20] == struct.pack(">IQQ", *fixed[:3])
             assert begin[48:52] == struct.pack(">I", 1)
-        assert len(w._stage.timelines) == 0
+        assert len(w._stage.session_table) == 0
         continues(peer, [], HELD, session_id=1)

@@ -25,7 +25,7 @@ from ds4py.config import (
     SocketConfig,
     read_environment,
 )
-from ds4py.contracts import SessionId, SliceOutput, SliceWork
+from ds4py.contracts import ForwardOutput, ForwardRequest, SessionId
 from ds4py.errors import ConfigError, ConnectError
 from ds4py.transport import sockets
 from ds4py.transport.sockets import connect
@@ -343,10 +343,10 @@ class Blank(FakeRunner):
         super().__init__(span(layers), identity=WIDE_MODEL)
         self._n_tokens = 0
 
-    def _run(self, work: SliceWork) -> SliceOutput:
+    def _run(self, work: ForwardRequest) -> ForwardOutput:
         self._n_tokens = work.pos0 + len(work.tokens)
         rows = memoryview(bytes(4 * WIDE * len(work.tokens)))
-        return SliceOutput(hidden=HiddenBatch(len(work.tokens), WIDE, 32, rows))
+        return ForwardOutput(hidden=HiddenBatch(len(work.tokens), WIDE, 32, rows))
 
     def length(self, session: SessionId) -> int:
         return self._n_tokens

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds4py.contracts import SliceWork
-from ds4py.layer_range import LayerSpan
+from ds4py.contracts import ForwardRequest
+from ds4py.layer_range import LayerRange
 from ds4py.peer.validation import RefusedWork, check_work
 from tests.by_hand import PROMPT
 from tests.clusters import wait_until
@@ -44,8 +44,8 @@ HELD = [1, 2, 3]
 Changes = dict[str, int | bytes]
 
 
-def layers_of(hop: Hop) -> LayerSpan:
-    return LayerSpan(hop.start, hop.end, bool(hop.output))
+def layers_of(hop: Hop) -> LayerRange:
+    return LayerRange(hop.start, hop.end, bool(hop.output))
 
 
 def rows_after(layers: range, tokens: list[int]) -> np.ndarray:
@@ -374,7 +374,7 @@ def test_statement_037_each_row_alone(hop: Hop, kind: str, changes: Changes) -> 
 
 def test_statement_037_logits_of_a_worker_that_does_not_end_the_model() -> None:
     """Logits are refused by a worker with a head whose layers are not the last ones."""
-    with worker(LayerSpan(2, 3, has_output=True)) as w, dial(w.address) as peer:
+    with worker(LayerRange(2, 3, has_output=True)) as w, dial(w.address) as peer:
         body = work(MIDDLE, HELD, flags=INPUT_HC | OUTPUT_LOGITS | RESET)
         assert refused_as(peer, w, body) == "W-NOTLAST"
         peer.check(work(MIDDLE, HELD))
@@ -403,7 +403,7 @@ def test_statement_037_a_session_that_can_not_be_made() -> None:
         wait_until(lambda: other.ask(body).status == 0, "the first connection made room")
 
 
-def broken(work: SliceWork) -> None:
+def broken(work: ForwardRequest) -> None:
     """A device that fails on two tokens."""
     if 13 in work.tokens:
         raise RuntimeError("broken")

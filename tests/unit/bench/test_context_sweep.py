@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.bench.context_sweep import CSV_HEADER, Frontier, Plan, Row, Walk, greedy
+from ds4py.bench.context_sweep import CSV_HEADER, ContextSweep, Frontier, Row, SweepPlan, greedy
 from ds4py.bench.node import is_whole, ready_node
 from ds4py.config import Address, CoordinatorConfig, EngineConfig, RouteEntry, SocketConfig
 from ds4py.contracts import Session
 from ds4py.errors import CancelledError, CapacityError, ConfigError
 from ds4py.runtime import Node
-from ds4py.tracing.events import Recorder
+from ds4py.tracing.events import TraceRecorder
 from tests.toys import toy_llama
 from tools.run_make_toy_gguf import plan as toy_plan
 from tools.run_make_toy_gguf import write as write_toy
@@ -26,8 +26,10 @@ from tools.run_make_toy_gguf import write as write_toy
 PROMPT = [3 + (7 * k * k + k) % 250 for k in range(200)]
 
 
-def plan(**changes: Any) -> Plan:
-    return Plan(**{"start": 8, "stop": 24, "step": 8, "factor": 1.0, "gen_tokens": 3, **changes})
+def plan(**changes: Any) -> SweepPlan:
+    return SweepPlan(
+        **{"start": 8, "stop": 24, "step": 8, "factor": 1.0, "gen_tokens": 3, **changes}
+    )
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def test_greedy_takes_the_best_that_is_allowed_and_changes_nothing() -> None:
 # --- the walk -------------------------------------------------------------------------------------
 
 
-def opened(model: Path) -> Iterator[tuple[Node, Recorder]]:
+def opened(model: Path) -> Iterator[tuple[Node, TraceRecorder]]:
     engine = EngineConfig(model=model, precision="f32", n_ctx=128, n_slots=1, threads=1)
     with ready_node(
         engine,
@@ -116,24 +118,27 @@ def opened(model: Path) -> Iterator[tuple[Node, Recorder]]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Recorder]]:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, TraceRecorder]]:
     yield from opened(toy_llama(tmp_path_factory.mktemp("toy") / "toy.gguf"))
 
 
 @pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Recorder]]:
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, TraceRecorder]]:
     path = tmp_path_factory.mktemp("toy") / "deepseek4.gguf"
     write_toy(path, toy_plan("tiny", None, 0, {}))
     yield from opened(path)
 
 
 def walk(
-    ready: tuple[Node, Recorder], wanted: Plan, told: list[tuple[int, int]], **changes: Any
+    ready: tuple[Node, TraceRecorder],
+    wanted: SweepPlan,
+    told: list[tuple[int, int]],
+    **changes: Any,
 ) -> list[Frontier]:
     node, recorder = ready
     settings = {"eos_ids": (), "portable": False, "cancelled": lambda: False, **changes}
     with node.backend.lease(()) as session:
-        walker = Walk(session, recorder, progress=lambda *n: told.append(n), **settings)
+        walker = ContextSweep(session, recorder, progress=lambda *n: told.append(n), **settings)
         return list(walker.measure(PROMPT, wanted))
 
 
@@ -141,7 +146,7 @@ def logits(frontiers: list[Frontier]) -> np.ndarray:
     return np.stack([frontier.logits for frontier in frontiers])
 
 
-def test_each_increment_stands_behind_the_prompt_alone(llama: tuple[Node, Recorder]) -> None:
+def test_each_increment_stands_behind_the_prompt_alone(llama: tuple[Node, TraceRecorder]) -> None:
     """What was generated at one frontier leaves no trace at the next."""
     found = walk(llama, plan(), [])
     rows = [frontier.row for frontier in found]
@@ -153,7 +158,7 @@ def test_each_increment_stands_behind_the_prompt_alone(llama: tuple[Node, Record
     np.testing.assert_allclose(logits(found), logits(alone), atol=2e-4)
 
 
-def test_a_portable_cache_comes_back_by_its_snapshot(deepseek: tuple[Node, Recorder]) -> None:
+def test_a_portable_cache_comes_back_by_its_snapshot(deepseek: tuple[Node, TraceRecorder]) -> None:
     found = walk(deepseek, plan(), [], portable=True)
     sizes = [frontier.row.kvcache_bytes for frontier in found]
     assert sizes == sorted(sizes)
@@ -163,11 +168,11 @@ def test_a_portable_cache_comes_back_by_its_snapshot(deepseek: tuple[Node, Recor
 
 
 def test_a_session_is_back_at_its_frontier_before_the_next_is_timed(
-    llama: tuple[Node, Recorder],
+    llama: tuple[Node, TraceRecorder],
 ) -> None:
     node, recorder = llama
     with node.backend.lease(()) as session:
-        walker = Walk(
+        walker = ContextSweep(
             session,
             recorder,
             eos_ids=(),
@@ -179,7 +184,7 @@ def test_a_session_is_back_at_its_frontier_before_the_next_is_timed(
             assert list(session.tokens) == PROMPT[: frontier.row.ctx_tokens]
 
 
-def test_every_stage_accounts_for_its_time(llama: tuple[Node, Recorder]) -> None:
+def test_every_stage_accounts_for_its_time(llama: tuple[Node, TraceRecorder]) -> None:
     (frontier,) = walk(llama, plan(start=24), [])
     for shares in (frontier.prefill["coordinator"], frontier.decode["coordinator"]):
         parts = (shares.compute, shares.wire, shares.wait, shares.idle)
@@ -187,20 +192,20 @@ def test_every_stage_accounts_for_its_time(llama: tuple[Node, Recorder]) -> None
         assert 0 < shares.compute <= 1
 
 
-def test_nothing_generated_is_no_rate(llama: tuple[Node, Recorder]) -> None:
+def test_nothing_generated_is_no_rate(llama: tuple[Node, TraceRecorder]) -> None:
     (frontier,) = walk(llama, plan(start=24, gen_tokens=0), [])
     assert (frontier.row.gen_tokens, frontier.row.gen_tps) == (0, 0.0)
     assert frontier.decode == {}
 
 
-def test_progress_reaches_its_total_and_never_falls(llama: tuple[Node, Recorder]) -> None:
+def test_progress_reaches_its_total_and_never_falls(llama: tuple[Node, TraceRecorder]) -> None:
     told: list[tuple[int, int]] = []
     walk(llama, plan(), told)
     assert told[-1] == (24 + 3 * 3, 24 + 3 * 3)
     assert told == sorted(told)
 
 
-def test_an_end_token_is_never_generated(llama: tuple[Node, Recorder]) -> None:
+def test_an_end_token_is_never_generated(llama: tuple[Node, TraceRecorder]) -> None:
     """With all but one token excluded, that one is generated whatever the logits."""
     node, recorder = llama
     seen: list[int] = []
@@ -220,7 +225,7 @@ def test_an_end_token_is_never_generated(llama: tuple[Node, Recorder]) -> None:
 
     excluded = set(range(node.backend.card.n_vocab)) - {77}
     with node.backend.lease(()) as session:
-        walker = Walk(
+        walker = ContextSweep(
             Watched(session),
             recorder,
             eos_ids=excluded,
@@ -232,12 +237,12 @@ def test_an_end_token_is_never_generated(llama: tuple[Node, Recorder]) -> None:
     assert seen[-3:] == [77, 77, 77]
 
 
-def test_a_short_prompt_says_what_is_missing(llama: tuple[Node, Recorder]) -> None:
+def test_a_short_prompt_says_what_is_missing(llama: tuple[Node, TraceRecorder]) -> None:
     with pytest.raises(CapacityError, match=r"tokens in the prompt.*300.*200"):
         walk(llama, plan(stop=300), [])
 
 
-def test_cancelling_ends_the_walk_between_tokens(llama: tuple[Node, Recorder]) -> None:
+def test_cancelling_ends_the_walk_between_tokens(llama: tuple[Node, TraceRecorder]) -> None:
     answers = iter([False] * 6)
     with pytest.raises(CancelledError):
         walk(llama, plan(gen_tokens=50), [], cancelled=lambda: next(answers, True))

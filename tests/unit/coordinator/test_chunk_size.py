@@ -16,8 +16,8 @@ from ds4py.coordinator.chunk_size import (
     COURTESY,
     GRANULE,
     UNMEASURED_CHUNK,
-    Choice,
-    SpanCost,
+    ChunkChoice,
+    ChunkCost,
     StageCosts,
     StageModel,
     Stretch,
@@ -47,11 +47,11 @@ stretches = st.builds(
 )
 
 
-def seen(model: StageModel, pos0: int, n_tokens: int, *, factor: float = 1.0) -> SpanCost:
+def seen(model: StageModel, pos0: int, n_tokens: int, *, factor: float = 1.0) -> ChunkCost:
     """What a stage that obeys a model would report."""
     pairs = n_tokens * (pos0 + n_tokens / 2)
     seconds = model.fixed + model.per_token * n_tokens + model.per_pair * pairs
-    return SpanCost(pos0, n_tokens, seconds * factor, model.hop_seconds(n_tokens))
+    return ChunkCost(pos0, n_tokens, seconds * factor, model.hop_seconds(n_tokens))
 
 
 def error(fitted: StageModel, true: StageModel, n_tokens: int, pos0: int) -> float:
@@ -77,7 +77,7 @@ def test_observations_of_several_sizes_and_positions_give_the_model_back(true) -
 @given(st.floats(1e-4, 1e-2), st.integers(128, 2048))
 def test_one_size_alone_is_explained_by_a_modest_fixed_cost(per_token, n) -> None:
     """It can not tell the fixed cost from the tokens'; neither may be taken for all of it."""
-    fitted = fit([SpanCost(0, n, per_token * n, 0.0)] * 5)
+    fitted = fit([ChunkCost(0, n, per_token * n, 0.0)] * 5)
     assert fitted.fixed == pytest.approx(64 * fitted.per_token, rel=0.05)
     assert fitted.seconds(n, 0) == pytest.approx(per_token * n + 0.0005, rel=0.01)
 
@@ -110,7 +110,7 @@ def test_one_absurd_time_among_forty_moves_predictions_little(absurd, place) -> 
     true = StageModel(fixed=0.05, per_token=1e-3, per_pair=2e-7)
     sizes = [(0, 512), (512, 512), (1024, 384), (0, 256), (256, 300)] * 8
     observations = [seen(true, pos0, n) for pos0, n in sizes]
-    observations[place] = SpanCost(*sizes[place], absurd, 0.0)
+    observations[place] = ChunkCost(*sizes[place], absurd, 0.0)
     fitted = fit(observations)
     assert all(error(fitted, true, n, pos0) < 0.15 for pos0, n in sizes)
 
@@ -128,7 +128,7 @@ def test_what_was_seen_last_counts_more() -> None:
 @given(
     st.lists(
         st.builds(
-            SpanCost,
+            ChunkCost,
             st.integers(0, 2**31 - 1),
             st.integers(64, 2**31 - 1),
             st.floats(0, 5000),
@@ -366,7 +366,7 @@ def test_choices(n_stages, model, n_tokens, chunk) -> None:
 )
 def test_a_stage_that_knows_one_size_is_given_another(usual, n_tokens, chunk) -> None:
     """The model says 384 or 512 for long prompts; what was never seen is tried."""
-    model = fit([SpanCost(0, usual, 0.001 * usual, 0.0)] * 4)
+    model = fit([ChunkCost(0, usual, 0.001 * usual, 0.0)] * 4)
     stretch = Stretch(start=0, n_tokens=n_tokens, cap=4096, window=4)
     assert choose([model] * 2, stretch).chunk == chunk
 
@@ -391,7 +391,7 @@ def test_no_choice_goes_far_beyond_what_was_seen(seen_sizes, chunk) -> None:
 )
 def test_before_anything_is_measured_chunks_are_moderate(n_tokens, cap, chunk) -> None:
     stretch = Stretch(start=0, n_tokens=n_tokens, cap=cap)
-    assert choose(None, stretch) == Choice(chunk, {})
+    assert choose(None, stretch) == ChunkChoice(chunk, {})
     assert chunk <= UNMEASURED_CHUNK or n_tokens > 10**6
 
 

@@ -12,7 +12,7 @@ from ds4py.config import PrefillTuning, read_environment
 from ds4py.coordinator.chunked_prefill import (
     RouteShape,
     Window,
-    cut_spans,
+    cut_chunks,
     given_chunk,
     prefill_cap,
     window_size,
@@ -27,10 +27,10 @@ FIRST_WORKER = RouteShape(n_hops=2, first_layer=0, first_is_output=False)
 
 def flags(n: int, chunk: int, shape: RouteShape, *, start: int = 0, ack: bool = True) -> list[int]:
     tokens = list(range(n))
-    spans = cut_spans(
+    chunks = cut_chunks(
         tokens, start, prefix_hash(tokens[:start]), chunk=chunk, shape=shape, ack_early=ack
     )
-    return [int(span.flags) for span in spans]
+    return [int(part.flags) for part in chunks]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_flags_follow_the_table(n, chunk, shape, options, expected) -> None:
 )
 def test_spans_cover_every_token_once_in_order_with_hashes_that_join(tokens, chunk, data) -> None:
     start = data.draw(st.integers(0, len(tokens) - 1))
-    spans = cut_spans(
+    chunks = cut_chunks(
         tokens,
         start,
         prefix_hash(tokens[:start]),
@@ -65,18 +65,18 @@ def test_spans_cover_every_token_once_in_order_with_hashes_that_join(tokens, chu
         shape=OUTPUT_WORKER,
         ack_early=True,
     )
-    assert [t for span in spans for t in span.tokens] == tokens[start:]
+    assert [t for part in chunks for t in part.tokens] == tokens[start:]
     at = start
-    for span in spans:
-        assert span.pos0 == at
-        at = span.end
-        assert 1 <= len(span.tokens) <= chunk
-        assert span.prefix_hash == prefix_hash(tokens[: span.pos0])
-        assert span.result_hash == prefix_hash(tokens[: span.end])
-        assert bool(span.flags & 4) == (span.pos0 == 0)
-        assert bool(span.flags & 8) == (not span.is_last)
-    assert [span.is_last for span in spans] == [False] * (len(spans) - 1) + [True]
-    assert start > 0 or spans[0].prefix_hash == INIT
+    for part in chunks:
+        assert part.pos0 == at
+        at = part.end
+        assert 1 <= len(part.tokens) <= chunk
+        assert part.prefix_hash == prefix_hash(tokens[: part.pos0])
+        assert part.result_hash == prefix_hash(tokens[: part.end])
+        assert bool(part.flags & 4) == (part.pos0 == 0)
+        assert bool(part.flags & 8) == (not part.is_last)
+    assert [part.is_last for part in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert start > 0 or chunks[0].prefix_hash == INIT
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_window_is_never_exceeded_and_every_span_leaves_once(n_spans, size, da
     left: list[int] = []
     answered: set[int] = set()
     while not window.done:
-        index = window.next_span
+        index = window.next_chunk
         assert (index is None) == (len(out) >= size or len(left) == n_spans)
         if index is not None and (not out or data.draw(st.booleans())):
             window.submitted()
@@ -166,4 +166,4 @@ def test_a_window_is_never_exceeded_and_every_span_leaves_once(n_spans, size, da
         leading = next((n for n in range(n_spans) if n not in answered), n_spans)
         assert window.completed == leading
     assert left == list(range(n_spans))
-    assert window.next_span is None
+    assert window.next_chunk is None

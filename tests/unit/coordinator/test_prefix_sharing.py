@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.contracts import SessionId, SliceWork
-from ds4py.coordinator.prefix_sharing import Heads, common_prefix
+from ds4py.contracts import ForwardRequest, SessionId
+from ds4py.coordinator.prefix_sharing import PrefixSharing, common_prefix
 from ds4py.coordinator.session import ClusterSession
 from ds4py.errors import ClusterError
 from tests.clusters import DEADLINE, Cluster, cluster, wait_until
@@ -60,18 +60,18 @@ def test_an_original_that_is_overwritten_in_the_last_moment_is_not_copied() -> N
     with cluster([], local="0-5", n_ctx=128) as c, c.backend.lease([]) as session:
         session.sync(PROMPT)
         route = c.coordinator.ensure_route(after_loss=False, cancelled=None)
-        heads = Heads(SessionId(9), DEADLINE)
+        heads = PrefixSharing(SessionId(9), DEADLINE)
         donors = [FickleDonor(session)]
-        assert heads.borrow(route, donors, [*PROMPT[:100], 1, 2], 0) == 0  # type: ignore[list-item]
+        assert heads.copy_prefix(route, donors, [*PROMPT[:100], 1, 2], 0) == 0  # type: ignore[list-item]
         assert runner(c).forked == []
-        assert heads.borrow(route, [session], [96, *PROMPT[1:100], 1, 2], 0) == 100
+        assert heads.copy_prefix(route, [session], [96, *PROMPT[1:100], 1, 2], 0) == 100
         assert runner(c).forked == [100]
 
 
 def test_a_copy_that_nobody_waits_for_any_more_is_not_made() -> None:
     reached, resume = threading.Event(), threading.Event()
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if work.tokens == (50,):
             reached.set()
             assert resume.wait(DEADLINE)
@@ -82,7 +82,7 @@ def test_a_copy_that_nobody_waits_for_any_more_is_not_made() -> None:
         assert reached.wait(DEADLINE)
         route = c.coordinator.ensure_route(after_loss=False, cancelled=None)
         with pytest.raises(ClusterError, match="no answer within 0 s"):
-            Heads(SessionId(9), 0.0).borrow(route, [session], [*PROMPT[:100], 1, 2], 0)
+            PrefixSharing(SessionId(9), 0.0).copy_prefix(route, [session], [*PROMPT[:100], 1, 2], 0)
         resume.set()
         np.testing.assert_array_equal(running.result(), reference_logits([*PROMPT, 50]))
         assert c.coordinator.local is not None

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ds4py.config import CoordinatorConfig, PrefillTuning, RouteEntry
-from ds4py.contracts import SliceOutput
+from ds4py.contracts import ForwardOutput
 from ds4py.coordinator.chunk_size import GRANULE, StageModel, Stretch, forecast
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import ConfigError
 from tests.clusters import DEADLINE, SOCKETS, Cluster, span, start_worker
 from tests.fake_runner import FakeRunner, card, reference_logits
@@ -31,7 +31,7 @@ class PricedRunner(FakeRunner):
         super().__init__(span(layers), n_ctx=N_CTX)
         self.price = price
 
-    def _run(self, work) -> SliceOutput:
+    def _run(self, work) -> ForwardOutput:
         seconds = self.price.seconds(len(work.tokens), work.pos0)
         return replace(super()._run(work), eval_usec=min(round(seconds * 1e6), 2**32 - 1))
 
@@ -53,7 +53,7 @@ def priced(prices: Sequence[StageModel], **prefill: object) -> Iterator[tuple]:
         coordinator = Coordinator(card(), N_CTX, config, SOCKETS)
         stack.callback(coordinator.close)
         coordinator.start()
-        backend = ClusterBackend(coordinator, 1)
+        backend = SessionPool(coordinator, 1)
         Cluster(coordinator, backend, None).wait_ready()  # type: ignore[arg-type]
         with backend.lease([1]) as session:
             yield session, runners

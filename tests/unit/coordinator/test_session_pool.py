@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds4py.coordinator.session_pool import ClusterBackend, choose_session
+from ds4py.coordinator.session_pool import SessionPool, choose_session
 from ds4py.errors import CancelledError
 from tests.clusters import cluster, wait_until
 from tests.sockets import Background
@@ -63,7 +63,7 @@ def test_a_conversation_that_begins_alike_is_kept_if_its_head_can_be_copied(
 
 
 @contextmanager
-def backend(n_sessions: int) -> Iterator[ClusterBackend]:
+def backend(n_sessions: int) -> Iterator[SessionPool]:
     with cluster([], local="0-5", n_sessions=n_sessions) as c:
         yield c.backend
 

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4py.bench.selfcheck.null_runner import StubRunner, stub_card
+from ds4py.bench.selfcheck.null_runner import NullRunner, null_card
 from ds4py.config import CoordinatorConfig
-from ds4py.contracts import SessionId, SliceWork
+from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.session import ClusterSession
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from tests.clusters import SOCKETS, Cluster, cluster
 from tests.fake_runner import reference_logits
 
@@ -58,10 +58,10 @@ class PlainWay:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["rewinds", "does not rewind"])
-def route(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, list[SliceWork], bool]]:
-    seen: list[SliceWork] = []
+def route(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, list[ForwardRequest], bool]]:
+    seen: list[ForwardRequest] = []
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if work.hidden is None:
             seen.append(work)
 
@@ -121,10 +121,10 @@ def timelines(held: Sequence[int], what: str, tokens: Sequence[int]) -> Iterator
 
 def test_a_decode_step_copies_nothing_that_is_as_long_as_the_context() -> None:
     n_tokens = 30_000
-    runner = StubRunner(LayerSpan(0, 0, has_output=True), 1)
+    runner = NullRunner(LayerRange(0, 0, has_output=True), 1)
     runner.n_ctx = 2 * n_tokens  # type: ignore[misc]
     coordinator = Coordinator(
-        stub_card(1), runner.n_ctx, CoordinatorConfig(), SOCKETS, local=runner
+        null_card(1), runner.n_ctx, CoordinatorConfig(), SOCKETS, local=runner
     )
     session = ClusterSession(SessionId(1), coordinator, coordinator.config)
     session.sync([k % 256 for k in range(n_tokens)])

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from ds4py.activations import F32
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.cache_io import load_shard, save_shard
 from ds4py.errors import CapacityError, ModelError, SnapshotError
 from ds4py.layer_range import LayerSpec
 from ds4py.snapshot import (
+    SessionState,
     Shard,
-    Whole,
     join,
     read_dsvl,
     read_whole,
@@ -73,13 +73,20 @@ def saved(middle) -> Shard:
     return save_shard(middle, A)
 
 
-def run(runner: LocalRunner, tokens, session=A, hidden=None, want=Want.HIDDEN, *, reset=False):
+def run(
+    runner: LocalRunner, tokens, session=A, hidden=None, want=OutputKind.HIDDEN, *, reset=False
+):
     pos0 = 0 if reset else runner.length(session) or 0
-    work = SliceWork(
-        session=session, tokens=tuple(tokens), pos0=pos0, hidden=hidden, want=want, reset=reset
+    work = ForwardRequest(
+        session=session,
+        tokens=tuple(tokens),
+        pos0=pos0,
+        hidden=hidden,
+        output_kind=want,
+        reset=reset,
     )
     (answer,) = runner.run([work])
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     return answer
 
 
@@ -91,21 +98,21 @@ def feed(runners: Sequence[LocalRunner], tokens: Sequence[int]) -> F32:
     hidden = None
     for runner in runners[:-1]:
         hidden = run(runner, tokens, hidden=hidden).hidden
-    logits = run(runners[-1], tokens, hidden=hidden, want=Want.LOGITS).logits
+    logits = run(runners[-1], tokens, hidden=hidden, want=OutputKind.LOGITS).logits
     assert logits is not None
     return logits
 
 
-def save(runners: Sequence[LocalRunner], logits: F32) -> Whole:
+def save(runners: Sequence[LocalRunner], logits: F32) -> SessionState:
     return join([save_shard(runner, A) for runner in runners], PROMPT, logits)
 
 
-def load(runners: Sequence[LocalRunner], session: Whole) -> None:
+def load(runners: Sequence[LocalRunner], session: SessionState) -> None:
     """Push every part as bytes, as over a connection."""
     for runner in runners:
-        raw = b"".join(write_dsvl(split(session, runner.span)))
+        raw = b"".join(write_dsvl(split(session, runner.layers)))
         sizes = session.cache.sizes
-        shard = read_dsvl(raw, sizes, runner.span, n_ctx=runner.n_ctx, n_tokens=len(PROMPT))
+        shard = read_dsvl(raw, sizes, runner.layers, n_ctx=runner.n_ctx, n_tokens=len(PROMPT))
         load_shard(runner, A, shard)
 
 
@@ -151,7 +158,7 @@ def test_a_payload_may_lie_anywhere_in_memory(middle, saved, offset):
     expected = states(middle, NEXT)
     raw = bytes(offset) + b"".join(write_dsvl(saved))
     view = memoryview(raw)[offset:]
-    span, n_tokens = middle.span, len(PROMPT)
+    span, n_tokens = middle.layers, len(PROMPT)
     load_shard(middle, A, read_dsvl(view, saved.sizes, span, n_ctx=64, n_tokens=n_tokens))
     assert np.array_equal(states(middle, NEXT), expected)
 
@@ -236,7 +243,7 @@ def move(before: Sequence[LocalRunner], after: Sequence[LocalRunner], prompt, lo
     sizes, n_ctx = session.cache.sizes, after[0].n_ctx
     again = read_whole(payload, sizes, n_ctx=n_ctx)
     for runner in after:
-        raw = memoryview(b"".join(write_shard(split(again, runner.span))))
+        raw = memoryview(b"".join(write_shard(split(again, runner.layers))))
         runner.load_cache(A, len(prompt), raw)
     return payload
 
@@ -332,7 +339,7 @@ def test_a_route_of_stages_with_other_types_is_saved_and_loaded(toy):
         drop((first, last))
         move_in = read_whole(b"".join(write_whole(session)), session.cache.sizes, n_ctx=64)
         for runner in (first, last):
-            load_shard(runner, A, split(move_in, runner.span))
+            load_shard(runner, A, split(move_in, runner.layers))
         assert np.array_equal(feed((first, last), NEXT[:1]), expected)
         with (
             opened("0:output", toy) as alone,

@@ -8,7 +8,7 @@ import torch
 
 from ds4py.activations import HiddenBatch
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceWork, Want
+from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import open_runner
 from ds4py.engine.cuda_graphs import MAX_SESSIONS, GraphedDecode, graphed
 from ds4py.kernels.cache import Segment
@@ -137,9 +137,13 @@ class Stepping:
         return self._inner.forward(states, step.tokens, segments)
 
 
-def work(session, tokens, pos0, hidden=None) -> SliceWork:
-    return SliceWork(
-        session=SessionId(session), tokens=tokens, pos0=pos0, hidden=hidden, want=Want.HIDDEN
+def work(session, tokens, pos0, hidden=None) -> ForwardRequest:
+    return ForwardRequest(
+        session=SessionId(session),
+        tokens=tokens,
+        pos0=pos0,
+        hidden=hidden,
+        output_kind=OutputKind.HIDDEN,
     )
 
 

@@ -13,7 +13,7 @@ from ds4py.errors import FormatError, GgufError, ModelError
 from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.write import TensorSource, save_gguf
-from ds4py.layer_range import LayerSpan, whole_model
+from ds4py.layer_range import LayerRange, whole_model
 from tools.toy_deepseek4 import Sizes, metadata, tensors, toy_deepseek4
 from tools.toy_weights import Weights
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 SIZES = Sizes(n_layers=4, n_expert=2, n_used=1, n_vocab=300)  # ratios 0, 0, 4, 128
 KEYS = metadata(SIZES)
 TABLE = {t.name: replace(t, packed=b"".join(t.pieces())) for t in tensors(SIZES)}
-WHOLE = LayerSpan(0, 3, has_output=True)
+WHOLE = LayerRange(0, 3, has_output=True)
 HEAD = [name for name in TABLE if name.startswith("output")]
 INSIDE = ["token_embd.weight", *HEAD, *(n for n in TABLE if n.startswith(("blk.2.", "blk.3.")))]
 BIAS = "blk.3.exp_probs_b.bias"
@@ -35,9 +35,9 @@ def write(folder: Path, *changes: TensorSource, drop=(), **keys) -> Path:
     return save_gguf(folder / "m.gguf", {**KEYS, **more}, kept)[0]
 
 
-def load(path: Path, span: LayerSpan = WHOLE, **options) -> LoadedSlice:
+def load(path: Path, layers: LayerRange = WHOLE, **options) -> LoadedSlice:
     with GgufFile.open(path) as file:
-        return load_slice(file, span, CPU, "f32", n_ctx=64, **options)
+        return load_slice(file, layers, CPU, "f32", n_ctx=64, **options)
 
 
 def taller(name: str) -> TensorSource:
@@ -142,16 +142,16 @@ ELSEWHERE = ["token_embd.weight", *HEAD, *(n for n in TABLE if n.startswith("blk
 def test_damage_outside_the_slice_does_not_matter(tmp_path, damage):
     surplus = Weights(0).norm("blk.1.attn_q.weight", 8)
     path = write(tmp_path, *map(damage, ELSEWHERE), surplus)
-    assert not load(path, LayerSpan(2, 3)).slice.has_head
+    assert not load(path, LayerRange(2, 3)).slice.has_head
     with pytest.raises(ModelError):
-        load(path, LayerSpan(1, 3))
+        load(path, LayerRange(1, 3))
 
 
 def test_a_file_may_hold_the_slice_only(tmp_path):
     path = write(tmp_path, drop=[name for name in TABLE if not name.startswith("blk.2.")])
-    assert not load(path, LayerSpan(2, 2)).slice.has_head
+    assert not load(path, LayerRange(2, 2)).slice.has_head
     with pytest.raises(GgufError, match=r"the file has no tensor .*blk\.1\.attn_kv\.weight"):
-        load(path, LayerSpan(1, 2))
+        load(path, LayerRange(1, 2))
 
 
 def test_tensors_that_belong_to_no_layer_are_ignored(tmp_path):
@@ -166,20 +166,20 @@ def test_tensors_that_belong_to_no_layer_are_ignored(tmp_path):
 def test_a_partial_head_is_refused_where_it_is_owned_or_wanted(tmp_path, name):
     path = write(tmp_path, drop=[name])
     with pytest.raises(GgufError, match=f"the file has no tensor {name};"):
-        load(path, LayerSpan(3, 3, has_output=True))
+        load(path, LayerRange(3, 3, has_output=True))
     with pytest.raises(GgufError, match=f"the file has no tensor {name};"):
-        load(path, LayerSpan(0, 1), want_head=True)
-    assert not load(path, LayerSpan(3, 3)).slice.has_head
+        load(path, LayerRange(0, 1), want_head=True)
+    assert not load(path, LayerRange(3, 3)).slice.has_head
 
 
 def test_a_wanted_head_that_is_not_there_at_all_is_left_out(tmp_path):
     path = write(tmp_path, drop=HEAD)
-    assert not load(path, LayerSpan(0, 1), want_head=True).slice.has_head
+    assert not load(path, LayerRange(0, 1), want_head=True).slice.has_head
 
 
 def test_a_wanted_head_is_counted(tmp_path):
     path = write(tmp_path)
-    plain, wished = (load(path, LayerSpan(1, 1), want_head=want) for want in (False, True))
+    plain, wished = (load(path, LayerRange(1, 1), want_head=want) for want in (False, True))
     assert wished.slice.has_head
     head = sum(TABLE[name].n_bytes for name in HEAD)
     assert wished.weight_bytes == plain.weight_bytes + head
@@ -197,7 +197,7 @@ COUNTED = {
 def test_a_layer_that_is_counted_but_not_stored_is_explained(tmp_path):
     path = write(tmp_path, **COUNTED)
     with pytest.raises(ModelError) as caught:
-        load(path, LayerSpan(0, 4, has_output=True))
+        load(path, LayerRange(0, 4, has_output=True))
     assert caught.value.tensor == "metadata key deepseek4.block_count"
     assert caught.value.got == "5 layers, but the file has no tensor of layer 4"
     assert "deepseek4.nextn_predict_layers" in caught.value.expected
@@ -208,9 +208,9 @@ def test_a_layer_that_is_said_to_predict_further_tokens_is_left_alone(tmp_path, 
     further = [Weights(0).norm("blk.4.nextn.norm.weight", 8)] if stored else []
     path = write(tmp_path, *further, nextn_predict_layers=1, **COUNTED)
     with GgufFile.open(path) as file:
-        span = whole_model(read_shape(file).n_layers)
-    assert span == WHOLE
-    assert load(path, span).weight_bytes == sum(tensor.n_bytes for tensor in TABLE.values())
+        layers = whole_model(read_shape(file).n_layers)
+    assert layers == WHOLE
+    assert load(path, layers).weight_bytes == sum(tensor.n_bytes for tensor in TABLE.values())
 
 
 # --- memory
@@ -219,9 +219,9 @@ def test_a_layer_that_is_said_to_predict_further_tokens_is_left_alone(tmp_path, 
 @pytest.mark.parametrize(
     ("span", "ends"),
     [
-        (LayerSpan(2, 3), ()),
-        (LayerSpan(0, 0), ("token_embd",)),
-        (LayerSpan(3, 3, has_output=True), ("output",)),
+        (LayerRange(2, 3), ()),
+        (LayerRange(0, 0), ("token_embd",)),
+        (LayerRange(3, 3, has_output=True), ("output",)),
         (WHOLE, ("token_embd", "output")),
     ],
     ids=str,
@@ -230,7 +230,7 @@ def test_the_bytes_of_a_slice_are_those_of_its_tensors(tmp_path, span, ends):
     path = write(tmp_path)
     told: list[tuple[int, int]] = []
     loaded = load(path, span, progress=lambda done, total: told.append((done, total)))
-    prefixes = (*ends, *(f"blk.{layer}." for layer in span.layers))
+    prefixes = (*ends, *(f"blk.{layer}." for layer in span.indices))
     with GgufFile.open(path) as file:
         expected = sum(t.n_bytes for name, t in file.tensors.items() if name.startswith(prefixes))
     assert loaded.weight_bytes == expected
@@ -240,7 +240,7 @@ def test_the_bytes_of_a_slice_are_those_of_its_tensors(tmp_path, span, ends):
 def test_memory_follows_the_slice_and_not_the_file(tmp_path):
     path = toy_deepseek4(tmp_path / "big.gguf", n_layers=8, n_expert=32)
     before = storages()
-    loaded = load(path, LayerSpan(2, 3))
+    loaded = load(path, LayerRange(2, 3))
     held = sum(n for place, n in storages().items() if place not in before)
     assert loaded.weight_bytes < 0.3 * path.stat().st_size
     # more than the packed bytes by the small matrices that are kept in float32
@@ -265,13 +265,13 @@ def test_a_token_that_is_sent_to_an_expert_that_does_not_exist_is_refused(tmp_pa
     table[299] = expert
     path = write(tmp_path, replace(TABLE[name], packed=table.tobytes()))
     with pytest.raises(ModelError, match=f"tensor {name}: got expert {expert}, expected 0 to 1"):
-        load(path, LayerSpan(2, 2))
-    assert load(path, LayerSpan(1, 1)).weight_bytes
+        load(path, LayerRange(2, 2))
+    assert load(path, LayerRange(1, 1)).weight_bytes
 
 
 def test_gate_and_up_of_different_types_are_refused(tmp_path):
     name = "blk.2.ffn_up_exps.weight"
     path = write(tmp_path, blank(name, kinds.type_id("Q8_0"), TABLE[name].dims))
     with pytest.raises(ModelError, match=f"tensor {name}: got type Q8_0, expected IQ2_XXS, as"):
-        load(path, LayerSpan(2, 2))
-    assert load(path, LayerSpan(1, 1)).weight_bytes
+        load(path, LayerRange(2, 2))
+    assert load(path, LayerRange(1, 1)).weight_bytes

@@ -11,9 +11,9 @@ import torch
 from ds4py import activations
 from ds4py.activations import HiddenBatch
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import open_runner
-from ds4py.engine.host_staging import DirectStaging, HostMemory, StreamStaging, staging_for
+from ds4py.engine.host_staging import DirectStaging, PinnedPool, StreamStaging, staging_for
 from ds4py.engine.outputs import answers
 from ds4py.errors import ModelError
 from tests.toys import toy_llama
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 WIDTHS = (32, 16, 8)
 
 
-def memory(limit: int = 1 << 20) -> HostMemory:
-    return HostMemory(limit, lambda n: torch.empty(n, dtype=torch.uint8))
+def memory(limit: int = 1 << 20) -> PinnedPool:
+    return PinnedPool(limit, lambda n: torch.empty(n, dtype=torch.uint8))
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_memory_of_an_upload_and_of_logits_is_free_at_once(values):
 
 def test_beyond_the_limit_memory_is_ordinary():
     asked = []
-    own = HostMemory(100, lambda n: asked.append(n) or torch.empty(n, dtype=torch.uint8))
+    own = PinnedPool(100, lambda n: asked.append(n) or torch.empty(n, dtype=torch.uint8))
     first, second, third = own.take(60), own.take(60), own.take(40)
     assert asked == [60, 40]
     assert own.used == 100
@@ -119,7 +119,7 @@ def test_memory_that_was_not_to_be_had_does_not_count():
     def fail(n_bytes):
         raise RuntimeError("no memory")
 
-    own = HostMemory(100, fail)
+    own = PinnedPool(100, fail)
     with pytest.raises(RuntimeError, match="no memory"):
         own.take(60)
     assert own.used == 0
@@ -128,20 +128,25 @@ def test_memory_that_was_not_to_be_had_does_not_count():
 # --- answers
 
 
-def work(n: int, want: Want, bits: int = 32) -> SliceWork:
-    return SliceWork(
-        session=SessionId(1), tokens=(0,) * n, pos0=0, hidden=None, want=want, reply_bits=bits
+def work(n: int, want: OutputKind, bits: int = 32) -> ForwardRequest:
+    return ForwardRequest(
+        session=SessionId(1),
+        tokens=(0,) * n,
+        pos0=0,
+        hidden=None,
+        output_kind=want,
+        reply_bits=bits,
     )
 
 
 def test_every_span_gets_its_own_rows_in_its_own_form(staging):
     works = [
-        work(1, Want.HIDDEN, 8),
-        work(3, Want.LOGITS),
-        work(2, Want.HIDDEN, 16),
-        work(1, Want.NOTHING),
-        work(1, Want.HIDDEN, 8),
-        work(1, Want.LOGITS),
+        work(1, OutputKind.HIDDEN, 8),
+        work(3, OutputKind.LOGITS),
+        work(2, OutputKind.HIDDEN, 16),
+        work(1, OutputKind.NOTHING),
+        work(1, OutputKind.HIDDEN, 8),
+        work(1, OutputKind.LOGITS),
     ]
     rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
     calls = []
@@ -158,7 +163,7 @@ def test_every_span_gets_its_own_rows_in_its_own_form(staging):
         assert bytes(batch.data) == activations.pack(rows[own].numpy(), bits)
     for place, row in ((1, 3), (5, 8)):
         assert np.array_equal(found[place].logits, rows[row].repeat(2).numpy())
-    assert found[3] == SliceOutput()
+    assert found[3] == ForwardOutput()
 
 
 # --- the runner
@@ -176,14 +181,14 @@ def opened(model, *, streams: bool):
     return runner
 
 
-def spans(*ranges: tuple[int, int]) -> list[SliceWork]:
+def spans(*ranges: tuple[int, int]) -> list[ForwardRequest]:
     return [
-        SliceWork(
+        ForwardRequest(
             session=SessionId(1),
             tokens=tuple(range(start, end)),
             pos0=start,
             hidden=None,
-            want=Want.LOGITS,
+            output_kind=OutputKind.LOGITS,
         )
         for start, end in ranges
     ]
@@ -192,7 +197,7 @@ def spans(*ranges: tuple[int, int]) -> list[SliceWork]:
 def test_batches_that_are_started_ahead_give_the_bits_of_single_ones(model):
     ahead, plain = opened(model, streams=True), opened(model, streams=False)
     works = spans((0, 4), (4, 9), (9, 10))
-    begun = [ahead.start([work]) for work in works]
+    begun = [ahead.forward_async([work]) for work in works]
     assert (ahead.overlaps, plain.overlaps) == (True, False)
     assert ahead.length(SessionId(1)) == 10
     for work, started in zip(works, begun, strict=True):
@@ -205,7 +210,7 @@ def test_times_of_batches_started_ahead_add_up_to_no_more_than_the_whole(model, 
     clock = iter(range(0, 10**9, 1_000_000))
     monkeypatch.setattr("ds4py.engine.runner.time.perf_counter_ns", lambda: next(clock))
     runner = opened(model, streams=True)
-    begun = [runner.start([work]) for work in spans((0, 4), (4, 9))]
+    begun = [runner.forward_async([work]) for work in spans((0, 4), (4, 9))]
     times = [started.complete()[0].eval_usec for started in begun]
     assert times == [2000, 1000]
 
@@ -213,7 +218,7 @@ def test_times_of_batches_started_ahead_add_up_to_no_more_than_the_whole(model, 
 def test_a_refusal_beside_a_batch_started_ahead_says_so_in_its_place(model):
     runner = opened(model, streams=True)
     bad, good = spans((3, 4), (0, 2))
-    started = runner.start([bad, good])
+    started = runner.forward_async([bad, good])
     refused, answered = started.complete()
     assert isinstance(refused, ModelError)
     assert started.refused == {0: refused}
@@ -236,7 +241,7 @@ def test_a_batch_is_ready_and_complete_when_it_was_computed_whatever_is_wanted(m
     runner = opened(model, streams=True)
     (work,) = spans((0, 4))
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Moment))
-    started = runner.start([replace(work, want=Want.NOTHING)])
+    started = runner.forward_async([replace(work, output_kind=OutputKind.NOTHING)])
     assert (calls, started.ready()) == (["record"], False)
     assert started.complete()[0].logits is None
     assert (calls, started.ready()) == (["record", "synchronize"], True)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, host_memory, open_runner
 from ds4py.engine.kv_pool import PAGE_TOKENS, KvPool, KvUse, default_budget
 from ds4py.errors import CapacityError, ConfigError, Ds4Error
@@ -256,18 +256,20 @@ def text(n_tokens: int) -> tuple[int, ...]:
     return tuple(3 + 7 * k % 270 for k in range(n_tokens))
 
 
-def work(session: SessionId, n_tokens: int, pos0: int = 0, *, reset: bool = False) -> SliceWork:
-    return SliceWork(
+def work(
+    session: SessionId, n_tokens: int, pos0: int = 0, *, reset: bool = False
+) -> ForwardRequest:
+    return ForwardRequest(
         session=session,
         tokens=text(pos0 + n_tokens)[pos0:],
         pos0=pos0,
         hidden=None,
         reset=reset,
-        want=Want.LOGITS,
+        output_kind=OutputKind.LOGITS,
     )
 
 
-def one(runner: LocalRunner, item: SliceWork) -> SliceOutput | Ds4Error:
+def one(runner: LocalRunner, item: ForwardRequest) -> ForwardOutput | Ds4Error:
     (answer,) = runner.run([item])
     return answer
 
@@ -278,13 +280,13 @@ def n_pages(runner: LocalRunner) -> float:
 
 def test_a_span_beyond_the_budget_is_refused_and_disturbs_nothing(model):
     runner, roomy = stage(model, 3), stage(model, 12)
-    assert isinstance(one(runner, work(A, 300)), SliceOutput)
-    assert isinstance(one(runner, work(B, 250)), SliceOutput)
+    assert isinstance(one(runner, work(A, 300)), ForwardOutput)
+    assert isinstance(one(runner, work(B, 250)), ForwardOutput)
     assert runner.kv_use == KvUse(budget=3 * PER_PAGE, used=3 * PER_PAGE, tokens=(300, 250))
     refused, served = runner.run([work(B, 10, 250), work(A, 10, 300)])
     assert isinstance(refused, CapacityError)
     assert (refused.needed, refused.available) == (PER_PAGE, 0)
-    assert isinstance(served, SliceOutput)
+    assert isinstance(served, ForwardOutput)
     assert (runner.length(A), runner.length(B)) == (310, 250)
     # what was there is there, and the page that B has is used to its end
     one(roomy, work(B, 250))
@@ -302,8 +304,8 @@ def test_a_new_session_that_is_refused_takes_no_slot(model):
         assert runner.length(session) is None
     runner.drop(A)
     assert [type(answer) for answer in runner.run([work(s, 1) for s in (A, B, C)])] == [
-        SliceOutput,
-        SliceOutput,
+        ForwardOutput,
+        ForwardOutput,
         CapacityError,
     ]
 
@@ -350,7 +352,7 @@ def test_memory_that_is_taken_ahead_is_there_for_the_span(model):
     assert isinstance(one(runner, work(B, 1)), CapacityError)
     with pytest.raises(CapacityError):
         runner.reserve(B, 1)
-    assert isinstance(one(runner, work(A, 600)), SliceOutput)
+    assert isinstance(one(runner, work(A, 600)), ForwardOutput)
     runner.reserve(A, 5)  # for a reset: what is there stays until that
     assert runner.kv_use.tokens == (600,)
 
@@ -361,7 +363,7 @@ def test_a_reset_that_is_refused_leaves_the_session_as_it_was(model):
     one(runner, work(B, 100))
     assert isinstance(one(runner, work(B, 600, reset=True)), CapacityError)
     assert runner.length(B) == 100
-    assert isinstance(one(runner, work(B, 1, 100)), SliceOutput)
+    assert isinstance(one(runner, work(B, 1, 100)), ForwardOutput)
 
 
 def test_a_budget_below_one_context_is_told_at_the_start(model, caplog):

@@ -11,7 +11,7 @@ from ds4py.engine.loader import load_slice
 from ds4py.errors import GgufError, ModelError, UnsupportedQuantError
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.write import TensorSource
-from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.layer_range import LayerRange, LayerSpec
 from tests.toys import toy_llama
 from tests.unit.models.llama_reference import rewritten
 
@@ -30,9 +30,9 @@ class Touched(GgufFile):
         super().release(name)
 
 
-def touched(path: Path, span: LayerSpan, *, want_head: bool = False) -> list[str]:
+def touched(path: Path, layers: LayerRange, *, want_head: bool = False) -> list[str]:
     with Touched.open(path) as file:
-        load_slice(file, span, CPU, "f32", n_ctx=16, want_head=want_head)
+        load_slice(file, layers, CPU, "f32", n_ctx=16, want_head=want_head)
         assert vars(file)["reads"] == vars(file)["releases"]
         return sorted(vars(file)["reads"])
 
@@ -42,32 +42,32 @@ def layers_of(names: list[str]) -> set[str]:
 
 
 def test_a_middle_slice_touches_its_layers_and_nothing_else(tmp_path):
-    names = touched(toy_llama(tmp_path / "m.gguf"), LayerSpan(1, 2))
+    names = touched(toy_llama(tmp_path / "m.gguf"), LayerRange(1, 2))
     assert layers_of(names) == {"1", "2"}
     assert len(names) == 2 * 9
 
 
 def test_the_first_slice_takes_the_embedding_too(tmp_path):
-    names = touched(toy_llama(tmp_path / "m.gguf", tied=False), LayerSpan(0, 0))
+    names = touched(toy_llama(tmp_path / "m.gguf", tied=False), LayerRange(0, 0))
     assert [name for name in names if not name.startswith("blk.")] == ["token_embd.weight"]
 
 
 @pytest.mark.parametrize(("tied", "head"), [(True, "token_embd.weight"), (False, "output.weight")])
 def test_the_last_slice_takes_norm_and_head(tmp_path, tied, head):
     path = toy_llama(tmp_path / "m.gguf", tied=tied)
-    names = touched(path, LayerSpan(3, 3, has_output=True))
+    names = touched(path, LayerRange(3, 3, has_output=True))
     ends = [name for name in names if not name.startswith("blk.")]
     assert ends == sorted([head, "output_norm.weight"])
 
 
 def test_the_embedding_of_a_whole_tied_model_is_read_once(tmp_path):
-    names = touched(toy_llama(tmp_path / "m.gguf"), LayerSpan(0, 3, has_output=True))
+    names = touched(toy_llama(tmp_path / "m.gguf"), LayerRange(0, 3, has_output=True))
     assert names.count("token_embd.weight") == 1
 
 
 def test_a_wanted_head_is_loaded_without_being_owned(tmp_path):
     path = toy_llama(tmp_path / "m.gguf", tied=False)
-    names = touched(path, LayerSpan(0, 1), want_head=True)
+    names = touched(path, LayerRange(0, 1), want_head=True)
     assert {"output.weight", "output_norm.weight"} <= set(names)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from ds4py.activations import HiddenBatch
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.errors import CapacityError, ModelError
 from ds4py.layer_range import LayerSpec
@@ -33,28 +33,30 @@ def stage(model, layers: str | None = None, *, want_head: bool = False, **option
     return open_runner(config, span, want_head=want_head)
 
 
-def work(tokens=HELLO, pos0=0, session=A, want=Want.LOGITS, hidden=None, **rest) -> SliceWork:
-    return SliceWork(
-        session=session, tokens=tuple(tokens), pos0=pos0, hidden=hidden, want=want, **rest
+def work(
+    tokens=HELLO, pos0=0, session=A, want=OutputKind.LOGITS, hidden=None, **rest
+) -> ForwardRequest:
+    return ForwardRequest(
+        session=session, tokens=tuple(tokens), pos0=pos0, hidden=hidden, output_kind=want, **rest
     )
 
 
-def one(runner: LocalRunner, item: SliceWork) -> SliceOutput:
+def one(runner: LocalRunner, item: ForwardRequest) -> ForwardOutput:
     (answer,) = runner.run([item])
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     return answer
 
 
-def refusal(runner: LocalRunner, item: SliceWork) -> Exception:
+def refusal(runner: LocalRunner, item: ForwardRequest) -> Exception:
     (answer,) = runner.run([item])
     assert isinstance(answer, Exception)
     return answer
 
 
 def test_a_span_is_answered_as_wanted(runner):
-    nothing = one(runner, work(want=Want.NOTHING))
+    nothing = one(runner, work(want=OutputKind.NOTHING))
     assert nothing.hidden is nothing.logits is None
-    states = one(runner, work(want=Want.HIDDEN, reset=True, reply_bits=16)).hidden
+    states = one(runner, work(want=OutputKind.HIDDEN, reset=True, reply_bits=16)).hidden
     assert (states.rows, states.width, states.bits) == (4, 64, 16)
     logits = one(runner, work(reset=True)).logits
     assert logits.shape == (279,)
@@ -78,13 +80,13 @@ def test_sessions_do_not_see_each_other_and_answers_keep_their_order(runner):
 def test_one_error_disturbs_no_other_span(runner):
     bad, good = runner.run([work(pos0=3), work(session=B)])
     assert isinstance(bad, ModelError)
-    assert isinstance(good, SliceOutput)
+    assert isinstance(good, ForwardOutput)
     assert runner.length(A) is None
 
 
 def test_a_continued_session_equals_one_span(runner):
     whole = one(runner, work()).logits
-    one(runner, work(HELLO[:3], session=B, want=Want.NOTHING))
+    one(runner, work(HELLO[:3], session=B, want=OutputKind.NOTHING))
     last = one(runner, work(HELLO[3:], pos0=3, session=B)).logits
     assert np.allclose(whole, last, atol=1e-4)
 
@@ -114,7 +116,7 @@ def test_reset_starts_again(runner):
 def test_rewind_forgets_the_tail(runner):
     one(runner, work())
     expected = one(runner, work((9,), pos0=4)).logits
-    one(runner, work((1, 2, 3), pos0=5, want=Want.NOTHING))
+    one(runner, work((1, 2, 3), pos0=5, want=OutputKind.NOTHING))
     runner.rewind(A, 4)
     assert runner.length(A) == 4
     assert np.array_equal(one(runner, work((9,), pos0=4)).logits, expected)
@@ -174,7 +176,7 @@ def test_what_a_session_holds_can_be_taken_ahead_and_is_never_cut(runner):
 
 
 def test_a_full_context_is_a_capacity_error_that_changes_nothing(runner):
-    one(runner, work(range(30), want=Want.NOTHING))
+    one(runner, work(range(30), want=OutputKind.NOTHING))
     error = refusal(runner, work((1, 2, 3), pos0=30))
     assert isinstance(error, CapacityError)
     assert (error.needed, error.available) == (33, 32)
@@ -214,16 +216,16 @@ def states(rows: int, width: int = 64) -> HiddenBatch:
 
 def test_hidden_states_of_another_width_or_number_are_refused(model):
     middle = stage(model, "1:2")
-    wide = refusal(middle, work(hidden=states(4, 65), want=Want.HIDDEN))
+    wide = refusal(middle, work(hidden=states(4, 65), want=OutputKind.HIDDEN))
     assert "got 65 values a token, expected 64" in str(wide)
-    few = refusal(middle, work(hidden=states(3), want=Want.HIDDEN))
+    few = refusal(middle, work(hidden=states(3), want=OutputKind.HIDDEN))
     assert "got 3 rows, expected 4" in str(few)
     assert middle.length(A) is None
 
 
 def test_input_must_suit_the_slice(model, runner):
     middle = stage(model, "1:2")
-    assert "expected hidden states" in str(refusal(middle, work(want=Want.HIDDEN)))
+    assert "expected hidden states" in str(refusal(middle, work(want=OutputKind.HIDDEN)))
     assert "expected tokens only" in str(refusal(runner, work(hidden=states(4))))
 
 
@@ -250,7 +252,7 @@ def test_any_cut_gives_the_bits_of_the_single_runner(tmp_path, cuts, precision):
         expected = one(whole, work(span, pos0=pos0)).logits
         hidden = None
         for runner in stages:
-            output = one(runner, work(span, pos0=pos0, hidden=hidden, want=Want.HIDDEN))
+            output = one(runner, work(span, pos0=pos0, hidden=hidden, want=OutputKind.HIDDEN))
             hidden = output.hidden
         assert np.array_equal(stages[0].apply_head(hidden), expected)
 
@@ -258,8 +260,8 @@ def test_any_cut_gives_the_bits_of_the_single_runner(tmp_path, cuts, precision):
 def test_the_head_is_applied_to_the_last_row(model, runner):
     without = stage(model, "0:3", want_head=True)
     assert without.has_head
-    assert not without.span.has_output
-    hidden = one(without, work(want=Want.HIDDEN)).hidden
+    assert not without.layers.has_output
+    hidden = one(without, work(want=OutputKind.HIDDEN)).hidden
     assert np.array_equal(without.apply_head(hidden), one(runner, work()).logits)
 
 
@@ -272,7 +274,7 @@ def test_the_head_refuses_what_is_no_hidden_state(runner, batch):
 def test_properties_tell_what_was_opened(model):
     runner = stage(model, "1:2", n_ctx=20)
     assert (runner.n_ctx, runner.n_slots, runner.can_rewind) == (20, 2, True)
-    assert (runner.span.start, runner.span.end, runner.span.has_output) == (1, 2, False)
+    assert (runner.layers.start, runner.layers.end, runner.layers.has_output) == (1, 2, False)
     assert runner.weight_bytes > 0
     assert runner.device.type == "cpu"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds4py.config import EngineConfig, cache_folder
-from ds4py.contracts import SessionId, SliceWork, Want
+from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import open_runner, selftest
 from ds4py.engine.selftest import VerdictFile, compare_all
 from ds4py.kernels.cpu import fused
@@ -106,7 +106,13 @@ def test_the_key_is_of_processor_versions_and_code(monkeypatch):
 def answer(path: Path) -> np.ndarray:
     runner = open_runner(EngineConfig(model=path, device="cpu", threads=1, n_slots=1))
     work = [
-        SliceWork(session=SessionId(1), tokens=tokens, pos0=pos0, hidden=None, want=Want.LOGITS)
+        ForwardRequest(
+            session=SessionId(1),
+            tokens=tokens,
+            pos0=pos0,
+            hidden=None,
+            output_kind=OutputKind.LOGITS,
+        )
         for tokens, pos0 in (((5, 9, 31), 0), ((7,), 3))
     ]
     outputs = [runner.run([one])[0] for one in work]

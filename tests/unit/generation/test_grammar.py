@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds4py.errors import RequestError
 from ds4py.generation import grammar
-from ds4py.generation.grammar import Constraint, GrammarKind, GrammarSource, Vocabulary
+from ds4py.generation.grammar import Constraint, GrammarKind, GrammarSource, GrammarVocabulary
 from tests.unit.generation.toys import (
     EOS,
     MARK,
@@ -38,7 +38,7 @@ def started(kind: GrammarKind, text: str = "", source: GrammarSource = SOURCE) -
     return constraint
 
 
-def write(constraint: Constraint, vocabulary: Vocabulary, seed: int) -> str:
+def write(constraint: Constraint, vocabulary: GrammarVocabulary, seed: int) -> str:
     """Follow random logits; later those that close what is open, since a string may be endless."""
     rng = np.random.default_rng(seed)
     spelling = [vocabulary.token_bytes(token) for token in range(vocabulary.n_vocab)]

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
 from ds4py.generation.grammar import GrammarKind, GrammarSource
-from ds4py.generation.logits_processors import MAX_BIASED, Adjust, Controls, SteeredSampler
+from ds4py.generation.logits_processors import (
+    MAX_BIASED,
+    LogitBias,
+    SamplingController,
+    SamplingControls,
+)
 from ds4py.generation.logprobs import top_logprobs
 from ds4py.generation.sampling import F32, Sampler
 from tests.unit.generation.toys import EOS, N_VOCAB, Toy, noise
@@ -22,8 +27,8 @@ GREEDY = SamplingParams(temperature=0)
 RANDOM = SamplingParams(seed=7, temperature=1.5)
 
 
-def steered(params: SamplingParams = GREEDY, **controls: object) -> SteeredSampler:
-    return SteeredSampler(Sampler(params), Controls(**controls))  # type: ignore[arg-type]
+def steered(params: SamplingParams = GREEDY, **controls: object) -> SamplingController:
+    return SamplingController(Sampler(params), SamplingControls(**controls))  # type: ignore[arg-type]
 
 
 def row(*logits: float) -> F32:
@@ -32,19 +37,24 @@ def row(*logits: float) -> F32:
     return values
 
 
-def chosen(sampler: SteeredSampler, logits: F32, n_tokens: int) -> list[int]:
+def chosen(sampler: SamplingController, logits: F32, n_tokens: int) -> list[int]:
     return [sampler.choose(logits).id for _ in range(n_tokens)]
 
 
 @pytest.mark.parametrize(
     "controls",
-    [Controls(), Controls(adjust=Adjust(), greedy_now=lambda: False, forced=lambda: ())],
+    [
+        SamplingControls(),
+        SamplingControls(logit_bias=LogitBias(), greedy_now=lambda: False, forced=lambda: ()),
+    ],
 )
 @given(seed=st.integers(0, 2**32), top_k=st.sampled_from([0, 5]))
-def test_without_controls_it_is_the_sampler(controls: Controls, seed: int, top_k: int) -> None:
+def test_without_controls_it_is_the_sampler(
+    controls: SamplingControls, seed: int, top_k: int
+) -> None:
     params = SamplingParams(seed=7, temperature=1.5, top_k=top_k)
     plain, inner = Sampler(params), Sampler(params)
-    sampler = SteeredSampler(inner, controls)
+    sampler = SamplingController(inner, controls)
     rng = np.random.default_rng(seed)
     for _ in range(4):
         logits = noise(rng)
@@ -55,16 +65,16 @@ def test_without_controls_it_is_the_sampler(controls: Controls, seed: int, top_k
 
 def test_a_bias_moves_single_tokens() -> None:
     logits = row(0, 3, 2, 1)
-    assert chosen(steered(adjust=Adjust(bias={1: -100, 9: 100})), logits, 1) == [2]
-    assert chosen(steered(adjust=Adjust(bias={0: 100, 3: 1.5})), logits, 1) == [0]
+    assert chosen(steered(adjust=LogitBias(bias={1: -100, 9: 100})), logits, 1) == [2]
+    assert chosen(steered(adjust=LogitBias(bias={0: 100, 3: 1.5})), logits, 1) == [0]
 
 
 @given(st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 2**32))
 def test_penalties_are_those_of_the_openai_api(
     presence: float, frequency: float, seed: int
 ) -> None:
-    adjust = Adjust(bias={2: 0.5}, presence_penalty=presence, frequency_penalty=frequency)
-    sampler = steered(adjust=adjust)
+    logit_bias = LogitBias(bias={2: 0.5}, presence_penalty=presence, frequency_penalty=frequency)
+    sampler = steered(adjust=logit_bias)
     rng = np.random.default_rng(seed)
     seen: Counter[int] = Counter()
     for _ in range(12):
@@ -91,14 +101,16 @@ def test_penalties_are_those_of_the_openai_api(
 )
 def test_values_out_of_range_are_refused(values: dict[str, object], param: str) -> None:
     with pytest.raises(RequestError, match=f"^{param}: got .*, expected") as caught:
-        Adjust(**values)  # type: ignore[arg-type]
+        LogitBias(**values)  # type: ignore[arg-type]
     assert caught.value.param == param
 
 
 def test_a_greedy_step_takes_the_best_token_and_no_random_number() -> None:
     inner = Sampler(RANDOM)
     now = True
-    sampler = SteeredSampler(inner, Controls(greedy_now=lambda: now, adjust=Adjust(bias={0: 5})))
+    sampler = SamplingController(
+        inner, SamplingControls(greedy_now=lambda: now, logit_bias=LogitBias(bias={0: 5}))
+    )
     assert chosen(sampler, row(0, 4, 1), 3) == [0, 0, 0]
     assert inner.state == Sampler(RANDOM).state
     now = False
@@ -116,7 +128,9 @@ def test_a_greedy_step_is_greedy_among_what_the_grammar_allows() -> None:
 def test_forced_tokens_come_in_order_before_anything_else_is_asked() -> None:
     orders = iter([(), (4, 2), (3,), ()])
     inner = Sampler(RANDOM)
-    sampler = SteeredSampler(inner, Controls(forced=lambda: next(orders), adjust=Adjust()))
+    sampler = SamplingController(
+        inner, SamplingControls(forced=lambda: next(orders), logit_bias=LogitBias())
+    )
     logits = row(9, 0, 0, 0, 0)
     assert sampler.choose(logits).id == 0
     state = inner.state
@@ -129,7 +143,7 @@ def test_forced_tokens_come_in_order_before_anything_else_is_asked() -> None:
 def test_log_probabilities_are_of_the_model_itself() -> None:
     constraint = SOURCE.compile(GrammarKind.CHOICE, '["b"]')
     constraint.start()
-    sampler = steered(constraint=constraint, adjust=Adjust(bias={97: 50}), n_logprobs=2)
+    sampler = steered(constraint=constraint, adjust=LogitBias(bias={97: 50}), n_logprobs=2)
     logits = np.zeros(N_VOCAB, np.float32)
     logits[97] = 5
     choice = sampler.choose(logits)
@@ -141,7 +155,7 @@ def test_log_probabilities_are_of_the_model_itself() -> None:
     assert forced.logprobs == top_logprobs(logits, 7, 0)
 
 
-def constrained(text: str, params: SamplingParams, **controls: object) -> SteeredSampler:
+def constrained(text: str, params: SamplingParams, **controls: object) -> SamplingController:
     constraint = SOURCE.compile(GrammarKind.JSON_SCHEMA, text)
     constraint.start()
     return steered(params, constraint=constraint, **controls)
@@ -195,5 +209,5 @@ def test_a_forced_token_that_the_grammar_forbids_is_an_error() -> None:
 
 
 def test_a_banned_token_is_still_taken_where_the_grammar_leaves_no_other() -> None:
-    sampler = constrained('{"const": 1}', GREEDY, adjust=Adjust(bias={ord("1"): -100, EOS: 100}))
+    sampler = constrained('{"const": 1}', GREEDY, adjust=LogitBias(bias={ord("1"): -100, EOS: 100}))
     assert sampler.choose(np.zeros(N_VOCAB, np.float32)).id == ord("1")

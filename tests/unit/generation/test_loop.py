@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ds4py.config import SamplingParams
 from ds4py.errors import CancelledError, CapacityError, RemoteWorkError, RequestError
 from ds4py.generation.grammar import Constraint, GrammarKind, GrammarSource
-from ds4py.generation.logits_processors import Controls, SteeredSampler
+from ds4py.generation.logits_processors import SamplingController, SamplingControls
 from ds4py.generation.logprobs import top_logprobs
-from ds4py.generation.loop import Finished, FinishReason, Prefilled, Step, Token, generate
+from ds4py.generation.loop import Finished, FinishReason, GenerationStep, Prefilled, Token, generate
 from ds4py.generation.sampling import Sampler
 from tests.fakes import FakeSession, fake_logits, greedy_tokens
 from tests.unit.generation.toys import EOS, MARK, N_VOCAB, Toy
@@ -21,16 +21,18 @@ PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(temperature=0)
 
 
-def run(session: FakeSession, prompt: list[int] = PROMPT, **options: object) -> list[Step]:
+def run(
+    session: FakeSession, prompt: list[int] = PROMPT, **options: object
+) -> list[GenerationStep]:
     given_options: dict[str, object] = {"sampler": Sampler(GREEDY), "eos_ids": ()} | options
     return list(generate(session, prompt, **given_options))  # type: ignore[arg-type]
 
 
-def ids(steps: list[Step]) -> list[int]:
+def ids(steps: list[GenerationStep]) -> list[int]:
     return [step.id for step in steps if isinstance(step, Token)]
 
 
-def finish(steps: list[Step]) -> Finished:
+def finish(steps: list[GenerationStep]) -> Finished:
     assert isinstance(steps[-1], Finished)
     return steps[-1]
 
@@ -124,7 +126,7 @@ def test_an_evaluation_that_was_cancelled_ends_the_reply() -> None:
 @pytest.mark.parametrize("evaluation", [0, 1, 3])
 def test_a_failing_stage_is_the_callers_to_handle(evaluation: int) -> None:
     error = RemoteWorkError("out of memory", hop="worker")
-    steps: list[Step] = []
+    steps: list[GenerationStep] = []
     with pytest.raises(RemoteWorkError):
         steps.extend(run(FakeSession(failures={evaluation: error})))
 
@@ -165,8 +167,8 @@ def test_a_seed_repeats_a_sampled_reply() -> None:
     assert replies[0] != greedy_tokens(PROMPT, 20)
 
 
-def steered(**controls: object) -> SteeredSampler:
-    return SteeredSampler(Sampler(GREEDY), Controls(**controls))  # type: ignore[arg-type]
+def steered(**controls: object) -> SamplingController:
+    return SamplingController(Sampler(GREEDY), SamplingControls(**controls))  # type: ignore[arg-type]
 
 
 def choice(*texts: str, started: bool = True) -> Constraint:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds4py.errors import ConfigError, ModelError
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.summary import ModelSummary, suggest_cuts, summarize
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from tests.toys import build_gguf, tensor, toy_llama
 
 
@@ -46,18 +46,18 @@ def test_a_tied_embedding_counts_for_the_last_slice_too(tmp_path: Path):
 def test_a_slice_holds_its_layers_and_its_end_of_the_model(tmp_path: Path):
     found = summary_of(toy_llama(tmp_path / "m.gguf"))
     layer = found.layer_bytes[0]
-    assert found.span_bytes(LayerSpan(1, 2)) == 2 * layer
-    assert found.span_bytes(LayerSpan(0, 0)) == layer + found.embedding_bytes
-    assert found.span_bytes(LayerSpan(3, 3, has_output=True)) == layer + found.head_bytes
-    assert found.span_bytes(LayerSpan(0, 3, has_output=True)) == found.total_bytes
+    assert found.range_bytes(LayerRange(1, 2)) == 2 * layer
+    assert found.range_bytes(LayerRange(0, 0)) == layer + found.embedding_bytes
+    assert found.range_bytes(LayerRange(3, 3, has_output=True)) == layer + found.head_bytes
+    assert found.range_bytes(LayerRange(0, 3, has_output=True)) == found.total_bytes
 
 
 def test_cuts_cover_the_model_and_weigh_both_ends(tmp_path: Path):
     found = summary_of(toy_llama(tmp_path / "m.gguf", n_layers=8, n_embd=32, n_ff=32))
-    spans = suggest_cuts(found, 3)
-    assert [layer for span in spans for layer in span.layers] == list(range(8))
-    assert [span.has_output for span in spans] == [False, False, True]
-    assert len(spans[1]) > len(spans[0]) == len(spans[2])
+    ranges = suggest_cuts(found, 3)
+    assert [layer for layers in ranges for layer in layers.indices] == list(range(8))
+    assert [layers.has_output for layers in ranges] == [False, False, True]
+    assert len(ranges[1]) > len(ranges[0]) == len(ranges[2])
 
 
 @pytest.mark.parametrize("n", [0, 5])
@@ -107,6 +107,6 @@ def test_slices_hold_the_whole_model(tmp_path_factory, n_layers: int, n_machines
     path = tmp_path_factory.mktemp("toy") / "m.gguf"
     found = summary_of(toy_llama(path, n_layers=n_layers, n_embd=32, n_ff=32, tied=tied))
     n_machines = min(n_machines, n_layers)
-    held = sum(found.span_bytes(span) for span in suggest_cuts(found, n_machines))
+    held = sum(found.range_bytes(layers) for layers in suggest_cuts(found, n_machines))
     twice = found.embedding_bytes if tied and n_machines > 1 else 0
     assert held == found.total_bytes + twice

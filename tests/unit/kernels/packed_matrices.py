@@ -17,7 +17,7 @@ from ds4py.kernels.cpu import fused, gemv, jit
 from ds4py.kernels.cpu.activations import quantize
 from ds4py.kernels.cpu.blocks import LAYOUTS
 from ds4py.kernels.cpu.gemv import PackedRows
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.quant.formats import format_of
 from ds4py.quant.tensor import QuantTensor
 from tests.quant_blocks import HALF_OFFSETS, any_blocks, finite_blocks
@@ -56,9 +56,9 @@ def wild_matrix(form: str, shape: tuple[int, int], seed: int = 0) -> QuantTensor
     return QuantTensor(form, kind, shape, torch.from_numpy(blocks).view(shape[0], -1))
 
 
-def buffer(tensor: torch.Tensor) -> Buffer:
+def buffer(tensor: torch.Tensor) -> KernelBuffer:
     """Return contiguous memory of the process as kernels take it."""
-    return Buffer(tensor, tensor.dtype, "memory of a test")
+    return KernelBuffer(tensor, tensor.dtype, "memory of a test")
 
 
 def pack(tensor: QuantTensor) -> PackedRows:

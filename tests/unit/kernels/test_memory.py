@@ -24,8 +24,8 @@ from ds4py.kernels.cpu import fused, sinkhorn
 from ds4py.kernels.cpu.activations import Quantized, quantize
 from ds4py.kernels.cpu.gemv import PackedRows
 from ds4py.kernels.cpu.linear import BlockWeights, ExpertBlocks
-from ds4py.kernels.memory import ALIGNMENT, Buffer, cache_address, check_launch
-from ds4py.layers.fused_layer import place_in
+from ds4py.kernels.memory import ALIGNMENT, KernelBuffer, cache_address, check_launch
+from ds4py.layers.fused_layer import position_in
 from ds4py.layers.kv_cache import KvRows
 from ds4py.quant.tensor import QuantTensor
 from tests.unit.kernels.packed_matrices import buffer, matrix
@@ -33,7 +33,7 @@ from tests.unit.kernels.packed_matrices import buffer, matrix
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-HEADS = fused.Heads(2, 3, 32, 16)
+HEADS = fused.AttentionHeads(2, 3, 32, 16)
 ROOM, POSITION = 24, 7
 ROWS = (0, 1, 2, 5)
 
@@ -200,10 +200,10 @@ def attend_case(dtype: torch.dtype) -> Case:
         return made if rows.scales is None else made | {"scales": rows.scales}
 
     def call(t: Tensors) -> list[torch.Tensor]:
-        place = place_in(KvRows(t["cache"], t.get("scales")), POSITION, buffer(t["rotation"]))
+        position = position_in(KvRows(t["cache"], t.get("scales")), POSITION, buffer(t["rotation"]))
         qkv, out = buffer(t["qkv"]), buffer(t["out"])
         for row in range(t["qkv"].shape[0]):
-            fused.attend(HEADS, qkv, row, place, out)
+            fused.attend(HEADS, qkv, row, position, out)
         return []
 
     return Case(make, call)
@@ -436,7 +436,7 @@ def test_another_type_is_refused(cases, kernel, name):
 
 def test_a_buffer_says_what_was_found_and_what_was_expected():
     with pytest.raises(KernelError) as caught:
-        Buffer(torch.zeros(4, 6)[:, :3], torch.float32, "rows of a test")
+        KernelBuffer(torch.zeros(4, 6)[:, :3], torch.float32, "rows of a test")
     assert str(caught.value) == (
         "rows of a test: got torch.float32 of shape (4, 3) with strides (6, 1) on cpu, "
         "expected contiguous torch.float32 on cpu"
@@ -445,18 +445,18 @@ def test_a_buffer_says_what_was_found_and_what_was_expected():
 
 def test_memory_elsewhere_is_refused():
     with pytest.raises(KernelError, match="on meta, expected contiguous"):
-        Buffer(torch.empty(3, device="meta"), torch.float32, "rows")
+        KernelBuffer(torch.empty(3, device="meta"), torch.float32, "rows")
 
 
 def test_a_buffer_keeps_its_memory():
-    held = Buffer(torch.full((1 << 16,), 7.0), torch.float32, "rows")
+    held = KernelBuffer(torch.full((1 << 16,), 7.0), torch.float32, "rows")
     torch.full((1 << 16,), 3.0)  # would get the same memory if it were free
     assert held.tensor.data_ptr() == held.address
     assert (held.tensor == 7).all()
 
 
 def test_rows_of_a_buffer_are_where_they_say():
-    whole = Buffer(torch.arange(12.0).view(4, 3), torch.float32, "rows")
+    whole = KernelBuffer(torch.arange(12.0).view(4, 3), torch.float32, "rows")
     part = whole.rows(1, 3)
     assert part.address == whole.address + whole.row_bytes
     assert part.tensor.tolist() == [[3, 4, 5], [6, 7, 8]]

@@ -12,7 +12,7 @@ from ds4py.layers import experts as module
 from ds4py.layers.experts import (
     ExpertGroups,
     ExpertProduct,
-    Product,
+    GroupedProduct,
     choose,
     gathered,
     grouped,
@@ -23,7 +23,7 @@ from ds4py.quant.tensor import QuantTensor
 from tests.quant_blocks import HALF_OFFSETS, any_blocks
 
 F32, BF16 = torch.float32, torch.bfloat16
-PATHS: list[Product] = [one_by_one, gathered, grouped]
+PATHS: list[GroupedProduct] = [one_by_one, gathered, grouped]
 NAMES = ("IQ2_XXS", "Q2_K", "Q4_K", "Q8_0", "F16", "Q4_0", "IQ3_XXS")
 X, N, K = 7, 24, 512
 # of the sum of all terms' magnitudes: float32 sums in another order, or two factors and a result
@@ -60,7 +60,7 @@ def inputs(M: int, seed: int = 1) -> torch.Tensor:
 
 
 def assert_close(
-    product: Product, dtype: torch.dtype, weights: QuantTensor, routed: list[int]
+    product: GroupedProduct, dtype: torch.dtype, weights: QuantTensor, routed: list[int]
 ) -> None:
     groups = ExpertGroups(torch.tensor(routed), weights.shape[0])
     x = inputs(len(routed))
@@ -141,7 +141,7 @@ def counting(weights: QuantTensor) -> tuple[QuantTensor, list[int]]:
     [(one_by_one, 2, 10 * K), (gathered, 5, 2 * N * K), (grouped, X, 2 * N * K)],
 )
 def test_only_what_a_product_needs_is_decoded_in_bounded_pieces(
-    product: Product, matrices: int, largest: int, small_pieces: None
+    product: GroupedProduct, matrices: int, largest: int, small_pieces: None
 ) -> None:
     """Two experts have rows, five rows in all."""
     weights, decoded = counting(tensor("Q2_K"))

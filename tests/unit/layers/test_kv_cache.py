@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ds4py.kernels.cache import block_size
 from ds4py.kernels.cpu import fused
 from ds4py.kernels.cpu.cache_rows import PARAMS, cache_rows, from_halves, to_halves
-from ds4py.kernels.cpu.fused import Heads
+from ds4py.kernels.cpu.fused import AttentionHeads
 from ds4py.kernels.cpu.jit import F32, I16, LANES, Code, vector
 from ds4py.layers.attention import attend_many, attend_one
-from ds4py.layers.fused_layer import place_in
+from ds4py.layers.fused_layer import position_in
 from ds4py.layers.kv_cache import KvForm, KvRows
 from tests.unit.kernels.packed_matrices import buffer, for_processor
 
@@ -242,25 +242,29 @@ def test_a_kernel_keeps_what_is_no_number(dtype, bad):
     assert out[[0, 2, 3]].isfinite().all()
 
 
-HEADS = (Heads(3, 3, 64, 64), Heads(2, 5, 80, 32), Heads(1, 1, 16, 16))
+HEADS = (AttentionHeads(3, 3, 64, 64), AttentionHeads(2, 5, 80, 32), AttentionHeads(1, 1, 16, 16))
 N_CTX = 96
 
 
-def token(heads: Heads, seed: int) -> torch.Tensor:
+def token(heads: AttentionHeads, seed: int) -> torch.Tensor:
     """Queries, keys and values of one token, flat."""
     return normal(heads.n_groups * (heads.per_group + 2) * heads.width, seed=seed)
 
 
-def fused_attention(heads: Heads, qkv: torch.Tensor, rows: KvRows, position: int) -> torch.Tensor:
+def fused_attention(
+    heads: AttentionHeads, qkv: torch.Tensor, rows: KvRows, position: int
+) -> torch.Tensor:
     """By the kernel, with rotations by no angle."""
     out = torch.full((1, heads.n_queries), math.nan)
     rotation = torch.ones(heads.n_rotated // 2, dtype=torch.complex64)
-    place = place_in(rows, position, buffer(rotation))
+    place = position_in(rows, position, buffer(rotation))
     fused.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
     return out[0]
 
 
-def plain_attention(heads: Heads, qkv: torch.Tensor, rows: KvRows, position: int) -> torch.Tensor:
+def plain_attention(
+    heads: AttentionHeads, qkv: torch.Tensor, rows: KvRows, position: int
+) -> torch.Tensor:
     n_queries = heads.n_groups * heads.per_group
     parts = qkv.view(-1, heads.width)
     rows.write(position, parts[n_queries:].unsqueeze(1))
@@ -268,7 +272,7 @@ def plain_attention(heads: Heads, qkv: torch.Tensor, rows: KvRows, position: int
     return attend_one(q, rows.read(position + 1, torch.float32), position + 1)[0]
 
 
-def history(heads: Heads, n: int, dtype: torch.dtype, make=with_outliers) -> KvRows:
+def history(heads: AttentionHeads, n: int, dtype: torch.dtype, make=with_outliers) -> KvRows:
     rows = empty((2 * heads.n_groups, N_CTX, heads.width), dtype)
     rows.write(0, make(2 * heads.n_groups, n, heads.width, seed=n))
     return rows

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4py.gguf import kinds
-from ds4py.models.base import Placement, Take
+from ds4py.models.base import DeviceSpec, Take
 from ds4py.models.deepseek4.linear import Weights, activation_rounding
 from ds4py.models.deepseek4.moe import FeedForward, RoutedExperts, swiglu
 from ds4py.models.deepseek4.shape import Shape
@@ -61,7 +61,7 @@ def tensors(mix: tuple[str, str] = MIXES[0], *, by_token: bool = False) -> dict[
     return {tensor.name: tensor for tensor in found}
 
 
-def routed_experts(own: Mapping[str, QuantTensor], where: Placement) -> RoutedExperts:
+def routed_experts(own: Mapping[str, QuantTensor], where: DeviceSpec) -> RoutedExperts:
     return RoutedExperts(LIMIT, Weights(copies(own), where))
 
 

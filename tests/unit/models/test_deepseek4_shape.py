@@ -14,7 +14,7 @@ from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.metadata import Metadata
 from ds4py.gguf.write import save_gguf
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4 import Shape
 from tests import golden
 from tools.toy_deepseek4 import FLASH, PRO, Sizes, metadata, tensors
@@ -44,12 +44,12 @@ def shape_of(sizes: Sizes) -> Shape:
     return Shape.from_metadata(Metadata(metadata(sizes)))
 
 
-def needs(shape: Shape, span: LayerSpan, *, head: bool = False):
-    return shape.tensor_needs(span, lambda _: True, head=head)
+def needs(shape: Shape, layers: LayerRange, *, head: bool = False):
+    return shape.tensor_needs(layers, lambda _: True, head=head)
 
 
 def whole(shape: Shape):
-    return needs(shape, LayerSpan(0, shape.n_layers - 1, has_output=True), head=True)
+    return needs(shape, LayerRange(0, shape.n_layers - 1, has_output=True), head=True)
 
 
 def card(path):
@@ -227,10 +227,10 @@ def needed_bytes(sizes: Sizes, mix: str) -> dict[str, int]:
 
 def test_a_slice_needs_its_layers_and_the_ends_that_it_has():
     shape = read()
-    middle, first = needs(shape, LayerSpan(2, 3)), needs(shape, LayerSpan(0, 0))
+    middle, first = needs(shape, LayerRange(2, 3)), needs(shape, LayerRange(0, 0))
     assert {name.split(".")[1] for name in middle} == {"2", "3"}
     assert {name for name in first if not name.startswith("blk.0.")} == {"token_embd.weight"}
-    last = needs(shape, LayerSpan(5, 5, has_output=True), head=True)
+    last = needs(shape, LayerRange(5, 5, has_output=True), head=True)
     assert {name for name in last if not name.startswith("blk.5.")} == set(HEAD)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceWork, Want
+from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.models.llama import Slice
 from tests.toys import packed, toy_llama
@@ -44,9 +44,13 @@ def opened(path: Path, precision: str, kv_type: str = "auto") -> LocalRunner:
     )
 
 
-def span(session: int, tokens: Sequence[int], pos0: int) -> SliceWork:
-    return SliceWork(
-        session=SessionId(session), tokens=tuple(tokens), pos0=pos0, hidden=None, want=Want.LOGITS
+def span(session: int, tokens: Sequence[int], pos0: int) -> ForwardRequest:
+    return ForwardRequest(
+        session=SessionId(session),
+        tokens=tuple(tokens),
+        pos0=pos0,
+        hidden=None,
+        output_kind=OutputKind.LOGITS,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceWork, Want
+from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import open_runner
 from ds4py.errors import GgufError, ModelError
 from ds4py.gguf.file import GgufFile
@@ -29,7 +29,9 @@ def logits(path: Path, precision: str = "f32", tokens: tuple[int, ...] = TOKENS)
     runner = open_runner(
         EngineConfig(model=path, precision=precision, device="cpu", threads=1, n_slots=1)
     )
-    work = SliceWork(session=SESSION, tokens=tokens, pos0=0, hidden=None, want=Want.LOGITS)
+    work = ForwardRequest(
+        session=SESSION, tokens=tokens, pos0=0, hidden=None, output_kind=OutputKind.LOGITS
+    )
     (output,) = runner.run([work])
     return output.logits
 
@@ -161,12 +163,12 @@ def test_many_tokens_at_once_equal_one_by_one(tmp_path, precision):
     at, results = 0, []
     for number, span in enumerate(spans):
         session = SessionId(1 if number == 0 else 2)
-        work = SliceWork(
+        work = ForwardRequest(
             session=session,
             tokens=span,
             pos0=0 if number <= 1 else at,
             hidden=None,
-            want=Want.LOGITS,
+            output_kind=OutputKind.LOGITS,
         )
         at = work.pos0 + len(span)
         results.append(runner.run([work])[0].logits)
@@ -218,7 +220,7 @@ def test_a_missing_tensor_outside_the_slice_does_not_matter(tmp_path):
     path = toy_llama(tmp_path / "m.gguf")
     path = rewritten(path, drop=["blk.2.ffn_up.weight", "token_embd.weight"])
     runner = open_runner(EngineConfig(threads=1, model=path), LayerSpec.parse("1:1"))
-    assert str(runner.span) == "1-1"
+    assert str(runner.layers) == "1-1"
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path):

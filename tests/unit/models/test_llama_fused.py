@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceWork, Want
+from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
-from ds4py.engine.runner import _Job
+from ds4py.engine.runner import _ForwardJob
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.write import TensorSource
 from ds4py.kernels.cache import Segment
@@ -35,9 +35,13 @@ def runner_of(path: Path, precision: str = "bf16", n_slots: int = 3) -> LocalRun
     return open_runner(config)
 
 
-def span(session: int, tokens: Sequence[int], pos0: int) -> SliceWork:
-    return SliceWork(
-        session=SessionId(session), tokens=tuple(tokens), pos0=pos0, hidden=None, want=Want.LOGITS
+def span(session: int, tokens: Sequence[int], pos0: int) -> ForwardRequest:
+    return ForwardRequest(
+        session=SessionId(session),
+        tokens=tuple(tokens),
+        pos0=pos0,
+        hidden=None,
+        output_kind=OutputKind.LOGITS,
     )
 
 
@@ -45,7 +49,7 @@ def last_row(logits: np.ndarray) -> np.ndarray:
     return logits.reshape(-1, logits.shape[-1])[-1]
 
 
-def evaluate(runner: LocalRunner, *works: SliceWork) -> list[np.ndarray]:
+def evaluate(runner: LocalRunner, *works: ForwardRequest) -> list[np.ndarray]:
     return [last_row(output.logits) for output in runner.run(list(works))]
 
 
@@ -252,8 +256,8 @@ def test_a_prompt_and_single_tokens_can_be_one_batch(toy, precision):
         assert distance(got.numpy(), one) < (1e-5 if precision == "f32" else 0.02)
 
 
-def mixed_job(runner: LocalRunner, work: SliceWork):
-    return _Job(0, work, runner._timeline(work))
+def mixed_job(runner: LocalRunner, work: ForwardRequest):
+    return _ForwardJob(0, work, runner._timeline(work))
 
 
 @pytest.mark.parametrize("change", ["narrow rotation", "one matrix of F16"])

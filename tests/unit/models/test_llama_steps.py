@@ -10,7 +10,7 @@ from ds4py.kernels.cache import Segment
 from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
 from ds4py.layer_range import whole_model
 from ds4py.layers.linear import KeepBudget
-from ds4py.models.base import Placement
+from ds4py.models.base import DeviceSpec
 from ds4py.models.llama import Shape, SteppingSlice
 from ds4py.quant.tensor import QuantTensor
 from tests.toys import toy_llama
@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 
 def load(path: Path) -> SteppingSlice:
-    place = Placement(
+    spec = DeviceSpec(
         device=torch.device("cpu"), dtype=torch.float32, n_ctx=64, budget=KeepBudget(1 << 24)
     )
     with GgufFile.open(path) as file:
@@ -30,9 +30,9 @@ def load(path: Path) -> SteppingSlice:
             if info is None:
                 return None
             with file.raw(name) as data:
-                return QuantTensor.from_bytes(name, info.type_id, info.shape, data, place.device)
+                return QuantTensor.from_bytes(name, info.type_id, info.shape, data, spec.device)
 
-        return SteppingSlice.load(shape, whole_model(shape.n_layers), take, place, head=True)
+        return SteppingSlice.load(shape, whole_model(shape.n_layers), take, spec, head=True)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ds4py.config import Address
 from ds4py.errors import TransportError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
 from ds4py.wire.extensions import (
@@ -39,12 +39,12 @@ def peer_hello(role: str, **changes: object) -> PeerHello:
     return PeerHello(**(fields | changes))  # type: ignore[arg-type]
 
 
-def worker_hello(span: LayerSpan, **changes: object) -> PeerHello:
+def worker_hello(layers: LayerRange, **changes: object) -> PeerHello:
     fields: dict[str, object] = {
         "features": (CANCEL, DROP, HOP_LOST),
-        "layer_start": span.start,
-        "layer_end": span.end,
-        "has_output": span.has_output,
+        "layer_start": layers.start,
+        "layer_end": layers.end,
+        "has_output": layers.has_output,
         "listen_port": 7009,
     }
     role = str(changes.pop("role", "worker"))
@@ -76,10 +76,12 @@ def calling(address: Address) -> Iterator[Connection]:
 
 
 @contextmanager
-def extended_worker(address: Address, span: LayerSpan, **changes: object) -> Iterator[Connection]:
+def extended_worker(
+    address: Address, layers: LayerRange, **changes: object
+) -> Iterator[Connection]:
     """Register as a ds4py worker does that dials its coordinator."""
     with calling(address) as connection:
-        exchange(connection, worker_hello(span, **changes))
+        exchange(connection, worker_hello(layers, **changes))
         yield connection
 
 

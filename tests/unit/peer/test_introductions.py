@@ -11,7 +11,7 @@ import pytest
 from ds4py import __version__
 from ds4py.config import Address, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
+from ds4py.coordinator.relay.listener import ProtocolDemux
 from ds4py.layer_range import LayerSpec
 from ds4py.peer import handshake as handshake_module
 from ds4py.peer.handshake import PLAIN_SECONDS, PlainMemory
@@ -116,7 +116,7 @@ def test_another_file_of_the_same_model_is_a_warning_with_both_fingerprints(
     route = () if dialled is None else (RouteEntry(dialled.address),)
     config = replace(QUICK, route=route)
     coordinator = Coordinator(replace(card(), fingerprint=ours), 64, config, SOCKETS)
-    port = CoordinatorPort(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+    port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
     port.start()
     coordinator.start()
     worker = dialled or start_worker(runner, coordinator=port.address)
@@ -174,7 +174,7 @@ def test_a_plain_coordinator_that_gives_way_to_a_ds4py_is_found_again(monkeypatc
         assert door.next_type()[0] == FrameType.HELLO
     door.listener.close()
     coordinator = Coordinator(card(), 64, QUICK, SOCKETS)
-    port = CoordinatorPort(Listener(door.address, SOCKETS), coordinator, SOCKETS, None)
+    port = ProtocolDemux(Listener(door.address, SOCKETS), coordinator, SOCKETS, None)
     port.start()
     wait_until(lambda: bool(coordinator._registry.records), "it has come")
     assert coordinator._registry.records[0].features == FEATURES

@@ -17,12 +17,12 @@ import pytest
 
 from ds4py.activations import HiddenBatch
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry, WorkerConfig
-from ds4py.contracts import ModelCard, SessionId, SliceOutput
+from ds4py.contracts import ForwardOutput, ModelCard, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import Ds4Error
-from ds4py.layer_range import LayerSpan, LayerSpec
+from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import (
@@ -104,7 +104,7 @@ class PlainCoordinator:
 
 
 @contextmanager
-def enlisting(layers: LayerSpan, *, plain: bool) -> Iterator[tuple[PlainCoordinator, Worker]]:
+def enlisting(layers: LayerRange, *, plain: bool) -> Iterator[tuple[PlainCoordinator, Worker]]:
     coordinator = PlainCoordinator()
     config = WorkerConfig(
         layers=LayerSpec(layers.start, layers.end),
@@ -126,15 +126,15 @@ def enlisting(layers: LayerSpan, *, plain: bool) -> Iterator[tuple[PlainCoordina
 @pytest.mark.parametrize(
     ("scenario", "layers"),
     [
-        ("register", LayerSpan(2, 3)),
-        ("decode_1hop", LayerSpan(2, 5, has_output=True)),
-        ("hidden_return_16", LayerSpan(2, 5, has_output=False)),
+        ("register", LayerRange(2, 3)),
+        ("decode_1hop", LayerRange(2, 5, has_output=True)),
+        ("hidden_return_16", LayerRange(2, 5, has_output=False)),
     ],
 )
 def test_our_worker_says_what_the_recorded_one_said(scenario, layers, plain) -> None:
     theirs = recorded(scenario, "c2s")
     hello = decode(theirs[0])
-    layers = LayerSpan(hello.layer_start, hello.layer_end, bool(hello.has_output))
+    layers = LayerRange(hello.layer_start, hello.layer_end, bool(hello.has_output))
     with enlisting(layers, plain=plain) as (coordinator, worker):
         connection = coordinator.accept()
         assert coordinator.first_types == ([FrameType.HELLO] if plain else [EXT_HELLO, 1])
@@ -156,7 +156,7 @@ def test_our_worker_says_what_the_recorded_one_said(scenario, layers, plain) -> 
 
 
 def test_a_coordinator_that_was_found_to_be_plain_is_not_asked_again_soon() -> None:
-    with enlisting(LayerSpan(2, 3), plain=False) as (coordinator, _):
+    with enlisting(LayerRange(2, 3), plain=False) as (coordinator, _):
         for _ in range(2):
             coordinator.accept().close()
         assert coordinator.first_types == [EXT_HELLO, FrameType.HELLO, FrameType.HELLO]
@@ -169,7 +169,7 @@ class FirstLayers(FakeRunner):
     """Our own layers, in the width of the recordings; what they compute is of no interest."""
 
     def __init__(self) -> None:
-        super().__init__(LayerSpan(0, 1), n_ctx=N_CTX, identity=MODEL)
+        super().__init__(LayerRange(0, 1), n_ctx=N_CTX, identity=MODEL)
         self._lengths: dict[SessionId, int] = {}
 
     def run(self, batch):
@@ -177,7 +177,7 @@ class FirstLayers(FakeRunner):
             self._lengths[work.session] = work.pos0 + len(work.tokens)
         rows = [np.zeros((len(work.tokens), 1024), np.float32) for work in batch]
         return [
-            SliceOutput(hidden=HiddenBatch.pack(x, work.reply_bits))
+            ForwardOutput(hidden=HiddenBatch.pack(x, work.reply_bits))
             for x, work in zip(rows, batch, strict=True)
         ]
 
@@ -202,11 +202,11 @@ def coordinating(scenario: str, *entries: RouteEntry, plain: bool = False) -> It
         result_timeout=20,
     )
     coordinator = Coordinator(MODEL, N_CTX, config, SOCKETS, local=FirstLayers())
-    port = CoordinatorPort(Listener(LOOPBACK, SOCKETS), coordinator, SOCKETS, None)
+    port = ProtocolDemux(Listener(LOOPBACK, SOCKETS), coordinator, SOCKETS, None)
     port.start()
     coordinator.start()
     try:
-        yield coordinator, ClusterBackend(coordinator, 1), port.address
+        yield coordinator, SessionPool(coordinator, 1), port.address
     finally:
         port.close()
         coordinator.close()
@@ -322,7 +322,7 @@ def test_a_plain_coordinator_is_as_deaf_as_the_c_one() -> None:
     """It closes without a word, so that a ds4py worker falls back."""
     with coordinating("register", plain=True) as (coordinator, _, address):
         config = WorkerConfig(layers=LayerSpec(2, 5), listen=LOOPBACK, coordinator=address)
-        layers = LayerSpan(2, 5, has_output=True)
+        layers = LayerRange(2, 5, has_output=True)
         worker = Worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL), config, SOCKETS)
         worker.start()
         wait_until(lambda: coordinator.health().ready, "it is registered")
@@ -333,7 +333,7 @@ def test_a_plain_coordinator_is_as_deaf_as_the_c_one() -> None:
 
 def test_a_plain_worker_is_as_deaf_as_the_c_one() -> None:
     config = WorkerConfig(layers=LayerSpec(2, 5), listen=LOOPBACK, plain=True)
-    layers = LayerSpan(2, 5, has_output=True)
+    layers = LayerRange(2, 5, has_output=True)
     worker = Worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL), config, SOCKETS)
     worker.start()
     for frame_type in itertools.chain(range(256, 262)):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.activations import HiddenBatch
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.peer.validation import (
     AcceptedResult,
     AcceptedWork,
@@ -25,23 +25,23 @@ from ds4py.peer.validation import (
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, encode, error_result
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
-from ds4py.wire.route import RouteEntry, encode_route
+from ds4py.wire.route import HopEntry, encode_route
 from tests.strategies import hellos, joined, peer_hellos, results, works
 
 WIDTH, VOCAB = 4, 10
 MIDDLE = WorkerFacts(
     model_id=7,
-    span=LayerSpan(2, 3),
+    layers=LayerRange(2, 3),
     n_layers=6,
     n_ctx=8,
     n_vocab=VOCAB,
     hidden_width=WIDTH,
 )
-LAST = replace(MIDDLE, span=LayerSpan(4, 5, has_output=True))
-FIRST = replace(MIDDLE, span=LayerSpan(0, 1))
-HOP_0 = RouteEntry("a", 1, 0, 1)
-HOP_1 = RouteEntry("b", 2, 2, 3)
-HOP_2 = RouteEntry("c", 3, 4, 5, has_output=True)
+LAST = replace(MIDDLE, layers=LayerRange(4, 5, has_output=True))
+FIRST = replace(MIDDLE, layers=LayerRange(0, 1))
+HOP_0 = HopEntry("a", 1, 0, 1)
+HOP_1 = HopEntry("b", 2, 2, 3)
+HOP_2 = HopEntry("c", 3, 4, 5, has_output=True)
 INPUT, LOGITS, ACK = WorkFlags.INPUT_HC, WorkFlags.OUTPUT_LOGITS, WorkFlags.ACK_ONLY
 TOKENS = (1, 2, 3)
 
@@ -223,8 +223,8 @@ def test_sizes_that_do_not_add_up_are_refused_with_the_request(cut):
 
 
 def test_an_unused_bad_width_harms_nobody():
-    whole = RouteEntry("a", 1, 0, 5, has_output=True)
-    facts = replace(MIDDLE, span=LayerSpan(0, 5, has_output=True))
+    whole = HopEntry("a", 1, 0, 5, has_output=True)
+    facts = replace(MIDDLE, layers=LayerRange(0, 5, has_output=True))
     assert isinstance(check(work(whole, input_hc_bits=12), facts), AcceptedWork)
     assert isinstance(check(work(HOP_0, input_hc_bits=12, flags=ACK), FIRST), AcceptedWork)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 
 from ds4py.config import SamplingParams, ServerConfig
-from ds4py.server.http.app import create_app, jobs_of, save_sessions
+from ds4py.server.http.app import create_app, queue_of, save_sessions
 from ds4py.server.http.server import HttpServer
 from ds4py.server.requests.prompts import TextStack
 from ds4py.snapshot.disk_cache import DiskCache
@@ -58,7 +58,7 @@ def client(fake: FakeBackend, *, n_sessions: int = 1, **config) -> Iterator[http
     try:
         yield httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy")
     finally:
-        jobs_of(app).close(DEADLINE)
+        queue_of(app).close(DEADLINE)
 
 
 @contextmanager

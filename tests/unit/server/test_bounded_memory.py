@@ -6,13 +6,13 @@ import logging
 import pytest
 
 from ds4py.config import SamplingParams, ServerConfig
-from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.messages.request import read_messages
-from ds4py.server.history.disk_prefix_cache import Checkpoints
-from ds4py.server.history.exact_tokens import Transcripts
+from ds4py.server.history.disk_prefix_cache import DiskPrefixCache
+from ds4py.server.history.exact_tokens import ExactTokens
 from ds4py.server.history.pending_tools import Kept
-from ds4py.server.history.tool_calls import ToolMemory
-from ds4py.server.http.app import create_app, jobs_of, save_sessions
+from ds4py.server.history.tool_calls import ToolCallMemory
+from ds4py.server.http.app import create_app, queue_of, save_sessions
 from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_OWN, Reason
 from tests.fakes import FakeSession
@@ -24,13 +24,13 @@ LONG = "x" * 1000
 @pytest.mark.parametrize(
     "turn",
     [
-        Message("assistant", LONG),
-        Message("assistant", "\U0001f40b" * 250),
-        Message("assistant", "", reasoning=LONG),
-        Message("tool", "", call_id=LONG),
-        Message("assistant", "", calls=(PastCall(LONG, "f", "{}"),)),
-        Message("assistant", "", calls=(PastCall("id", LONG, "{}"),)),
-        Message("assistant", "", calls=(PastCall("id", "f", LONG),)),
+        ChatMessage("assistant", LONG),
+        ChatMessage("assistant", "\U0001f40b" * 250),
+        ChatMessage("assistant", "", reasoning=LONG),
+        ChatMessage("tool", "", call_id=LONG),
+        ChatMessage("assistant", "", calls=(PastCall(LONG, "f", "{}"),)),
+        ChatMessage("assistant", "", calls=(PastCall("id", LONG, "{}"),)),
+        ChatMessage("assistant", "", calls=(PastCall("id", "f", LONG),)),
     ],
 )
 def test_whatever_is_long_in_a_turn_counts(turn):
@@ -38,7 +38,7 @@ def test_whatever_is_long_in_a_turn_counts(turn):
 
 
 def test_transcripts_are_bounded_by_what_their_views_hold():
-    found = Transcripts(max_bytes=1000)
+    found = ExactTokens(max_bytes=1000)
     for number in range(5):
         found.keep((number, 9), [lambda number=number: (number,)], 400)
     prompts = [[*found.paths((number, 7))] for number in range(5)]
@@ -58,19 +58,19 @@ def session():
 
 
 def test_a_file_whose_hidden_tokens_leave_no_room_is_not_loaded(tmp_path):
-    transcripts = Transcripts()
+    exact_tokens = ExactTokens()
     disk = DiskCache(tmp_path, OPTIONS, IDENTITY)
-    checkpoints = Checkpoints(disk, text_stack().tokenizer, ToolMemory(), transcripts)
+    disk_prefixes = DiskPrefixCache(disk, text_stack().tokenizer, ToolCallMemory(), exact_tokens)
     seen = tuple(script("What is a whale? An animal.", end=False))
     said = (*seen[:16], *script("hidden reasoning " * 3, end=False), *seen[16:])
-    transcripts.keep(said, [lambda: seen])
+    exact_tokens.keep(said, [lambda: seen])
     speaking = session()
     speaking.sync(said)
-    checkpoints.save(speaking, Reason.SHUTDOWN)
+    disk_prefixes.save(speaking, Reason.SHUTDOWN)
     behind = 100 - len(said)
     fits, too_long = ((*seen, *script("y" * n, end=False)) for n in (behind - 1, behind))
-    assert len(checkpoints.resume(session(), fits)) == 99
-    assert checkpoints.resume(session(), too_long) == too_long
+    assert len(disk_prefixes.resume(session(), fits)) == 99
+    assert disk_prefixes.resume(session(), too_long) == too_long
 
 
 def test_the_end_of_a_server_does_not_wait_for_a_session_in_use(tmp_path, monkeypatch, caplog):
@@ -83,7 +83,7 @@ def test_the_end_of_a_server_does_not_wait_for_a_session_in_use(tmp_path, monkey
     fake.sessions[1].sync(range(10, 40))
     with fake.lease(range(10, 40)), caplog.at_level(logging.WARNING):
         save_sessions(app)
-    jobs_of(app).close(DEADLINE)
+    queue_of(app).close(DEADLINE)
     assert "still in use" in caplog.text
     assert len([*tmp_path.glob("*.kv")]) == 1, "the other one is saved"
 
@@ -119,7 +119,7 @@ def test_tools_that_only_their_maker_runs_are_left_out(caplog):
 
 def test_what_begins_otherwise_needs_no_look_at_a_conversation():
     written = []
-    found = Transcripts()
+    found = ExactTokens()
     found.keep((1, 2, 3, 90, 4), [lambda: written.append("first") or (1, 2, 3, 4)], n_opening=3)
     found.keep((1, 2, 3, 90, 4, 7, 91, 5), [lambda: written.append("second") or (1, 2, 3, 4, 7, 5)])
     assert [*found.paths((1, 2, 8, 4, 7))] == []
@@ -131,6 +131,6 @@ def test_what_begins_otherwise_needs_no_look_at_a_conversation():
 
 
 def test_a_conversation_that_came_with_its_past_may_go_on_in_any_way():
-    found = Transcripts()
+    found = ExactTokens()
     found.keep((1, 2, 3), [lambda: (9, 8)])
     assert [*found.paths((9, 8, 7))] == [(1, 2, 3, 7)]

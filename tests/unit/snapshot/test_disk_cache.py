@@ -674,7 +674,7 @@ save(cache, CHAT)
 
 def test_a_file_in_the_making_is_not_taken_for_a_leftover(cache, folder):
     with kvc_files.locked(folder):
-        part = kvc_files.Part(folder / file_name(CHAT), 500)
+        part = kvc_files.PartFile(folder / file_name(CHAT), 500)
     with part:
         reopen(folder)
         assert len(files(folder)) == 1

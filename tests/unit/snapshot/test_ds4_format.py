@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.errors import SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot import (
     CacheSizes,
     Capacities,
+    SessionState,
     Shard,
-    Whole,
     join,
     read_dsv4,
     read_dsvl,
@@ -26,7 +26,7 @@ from ds4py.snapshot import (
 
 SIZES = CacheSizes(ratios=(0, 4, 16, 4, 0, 16), width=3, index_width=2, window=5, n_vocab=11)
 CTX = 64
-SPAN = LayerSpan(1, 2)
+SPAN = LayerRange(1, 2)
 LAST = SIZES.n_layers - 1
 DSV4 = (
     *("magic", "version", "ctx", "prefill_cap", "raw_cap", "raw_window", "comp_cap", "tokens"),
@@ -36,14 +36,14 @@ ALL_ONES = (1 << 32) - 1
 DSVL = (*DSV4[:-2], "first layer", "last layer", "raw_live")
 
 
-def whole(n_tokens: int = 19, seed: int = 0, n_ctx: int = CTX) -> Whole:
+def whole(n_tokens: int = 19, seed: int = 0, n_ctx: int = CTX) -> SessionState:
     random = np.random.default_rng(seed)
-    return Whole(
+    return SessionState(
         tokens=random.integers(0, SIZES.n_vocab, n_tokens).astype(np.uint32),
         logits=random.standard_normal(SIZES.n_vocab, np.float32),
         cache=Shard(
             sizes=SIZES,
-            span=LayerSpan(0, LAST),
+            layer_range=LayerRange(0, LAST),
             capacities=Capacities.of(n_ctx, SIZES.window),
             n_tokens=n_tokens,
             layers=[
@@ -54,7 +54,7 @@ def whole(n_tokens: int = 19, seed: int = 0, n_ctx: int = CTX) -> Whole:
     )
 
 
-def dsv4(session: Whole) -> bytes:
+def dsv4(session: SessionState) -> bytes:
     return b"".join(write_dsv4(session))
 
 
@@ -65,12 +65,12 @@ def dsvl(shard: Shard) -> bytes:
 RAW, RAW_SHARD = dsv4(whole()), dsvl(split(whole(), SPAN))
 
 
-def read(raw: bytes, **options) -> Whole:
+def read(raw: bytes, **options) -> SessionState:
     return read_dsv4(raw, **{"sizes": SIZES, "n_ctx": CTX} | options)
 
 
 def read_shard(raw: bytes, **options) -> Shard:
-    defaults = {"sizes": SIZES, "span": SPAN, "n_ctx": CTX, "n_tokens": 19}
+    defaults = {"sizes": SIZES, "layers": SPAN, "n_ctx": CTX, "n_tokens": 19}
     return read_dsvl(raw, **defaults | options)
 
 
@@ -82,9 +82,9 @@ def changed(raw: bytes, word: int, value: int) -> bytes:
     return raw[: 4 * word] + value.to_bytes(4, "little") + raw[4 * word + 4 :]
 
 
-def cut(session: Whole, starts: list[int]) -> list[Shard]:
+def cut(session: SessionState, starts: list[int]) -> list[Shard]:
     return [
-        split(session, LayerSpan(start, end - 1))
+        split(session, LayerRange(start, end - 1))
         for start, end in itertools.pairwise([*starts, SIZES.n_layers])
     ]
 
@@ -108,7 +108,7 @@ def test_what_was_written_is_read(n_tokens, seed):
 def test_any_cut_travels_and_joins_to_the_same_bytes(n_tokens, starts):
     session = whole(n_tokens)
     shards = [
-        read_shard(dsvl(shard), span=shard.span, n_tokens=n_tokens)
+        read_shard(dsvl(shard), layers=shard.layer_range, n_tokens=n_tokens)
         for shard in cut(session, starts)
     ]
     again = join(shards, session.tokens.tolist(), session.logits)
@@ -258,7 +258,7 @@ def test_a_session_of_another_model_is_refused(change, message):
 
 def test_a_shard_of_other_layers_or_another_session_is_refused():
     with pytest.raises(SnapshotError, match="first layer is 1, expected 0"):
-        read_shard(RAW_SHARD, span=LayerSpan(0, 1))
+        read_shard(RAW_SHARD, layers=LayerRange(0, 1))
     with pytest.raises(SnapshotError, match="tokens is 19, expected 20; it belongs to another"):
         read_shard(RAW_SHARD, n_tokens=20)
     with pytest.raises(SnapshotError, match="no DSVL payload"):
@@ -309,12 +309,12 @@ def test_any_damaged_bytes(reader, raw, data):
     survives(reader, bytes(broken[: data.draw(st.integers(0, len(raw)) | st.just(len(raw)))]))
 
 
-def joined(*shards: Shard) -> Whole:
+def joined(*shards: Shard) -> SessionState:
     return join(shards, whole().tokens, whole().logits)
 
 
 def part(start: int, end: int, **options) -> Shard:
-    return split(whole(**options), LayerSpan(start, end))
+    return split(whole(**options), LayerRange(start, end))
 
 
 FOREIGN = replace(part(3, 5), sizes=replace(SIZES, n_vocab=12))

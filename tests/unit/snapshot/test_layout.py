@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot import CacheSizes, Capacities
 
 
@@ -31,19 +31,19 @@ FLASH, PRO = ds4_model(0, 43), ds4_model(128, 61)
     ],
 )
 def test_a_whole_payload_has_the_documented_size(sizes, n_tokens, expected):
-    span = LayerSpan(0, sizes.n_layers - 1)
+    layers = LayerRange(0, sizes.n_layers - 1)
     before = 52 + 4 * n_tokens + 4 * sizes.n_vocab
-    assert before + sizes.span_bytes(span, n_tokens) == expected
+    assert before + sizes.range_bytes(layers, n_tokens) == expected
 
 
 def test_one_layer_of_three_tokens_has_the_documented_size():
-    assert FLASH.span_bytes(LayerSpan(2, 2), 3) == 8 + 88_064
+    assert FLASH.range_bytes(LayerRange(2, 2), 3) == 8 + 88_064
 
 
 def test_a_layer_has_rows_for_complete_windows_only():
     assert [FLASH.compressed_rows(2, n) for n in (3, 4, 7, 8)] == [0, 1, 1, 2]
     assert [FLASH.compressed_rows(3, n) for n in (127, 128, 255, 256)] == [0, 1, 1, 2]
-    assert FLASH.counts(LayerSpan(1, 3), 256) == ([0, 64, 2], [0, 64, 0])
+    assert FLASH.counts(LayerRange(1, 3), 256) == ([0, 64, 2], [0, 64, 0])
 
 
 def test_raw_rows_are_those_of_the_window():

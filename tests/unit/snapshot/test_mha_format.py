@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.errors import SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot import (
     KV_KINDS,
     KvKind,
     PlainLayer,
     PlainShard,
     PlainSizes,
-    Whole,
+    SessionState,
     join,
     read_shard,
     read_whole,
@@ -32,7 +32,7 @@ from ds4py.snapshot import (
 
 SIZES = PlainSizes(model_id=0x80001234, n_layers=5, n_heads=2, width=12, n_vocab=11)
 CTX = 64
-SPAN = LayerSpan(1, 2)
+SPAN = LayerRange(1, 2)
 MIXED = ("f32", "bf16", "q8_0", "f16", "q8_0")
 FIELDS = (
     *("magic", "version", "model id", "layers", "KV heads", "head width", "vocab", "tokens"),
@@ -51,21 +51,23 @@ def layer(kind: KvKind, n_tokens: int, random: np.random.Generator) -> PlainLaye
     return PlainLayer(kind, arrays)
 
 
-def whole(n_tokens: int = 9, seed: int = 0, kinds: Sequence[str] = MIXED) -> Whole[PlainShard]:
+def whole(
+    n_tokens: int = 9, seed: int = 0, kinds: Sequence[str] = MIXED
+) -> SessionState[PlainShard]:
     random = np.random.default_rng(seed)
-    return Whole(
+    return SessionState(
         tokens=random.integers(0, SIZES.n_vocab, n_tokens).astype(np.uint32),
         logits=random.standard_normal(SIZES.n_vocab, np.float32),
         cache=PlainShard(
             sizes=SIZES,
-            span=LayerSpan(0, SIZES.n_layers - 1),
+            layer_range=LayerRange(0, SIZES.n_layers - 1),
             n_tokens=n_tokens,
             layers=[layer(KV_KINDS[kind], n_tokens, random) for kind in kinds],
         ),
     )
 
 
-def dpkv(session: Whole[PlainShard]) -> bytes:
+def dpkv(session: SessionState[PlainShard]) -> bytes:
     return b"".join(write_whole(session))
 
 
@@ -76,12 +78,12 @@ def dpkl(shard: PlainShard) -> bytes:
 RAW, RAW_SHARD = dpkv(whole()), dpkl(split(whole(), SPAN))
 
 
-def read(raw: bytes, **options) -> Whole[PlainShard]:
+def read(raw: bytes, **options) -> SessionState[PlainShard]:
     return read_whole(raw, **{"sizes": SIZES, "n_ctx": CTX} | options)
 
 
 def read_part(raw: bytes, **options) -> PlainShard:
-    defaults = {"sizes": SIZES, "span": SPAN, "n_ctx": CTX, "n_tokens": 9}
+    defaults = {"sizes": SIZES, "layers": SPAN, "n_ctx": CTX, "n_tokens": 9}
     return read_shard(raw, **defaults | options)
 
 
@@ -94,9 +96,9 @@ def changed(raw: bytes, at: int, value: int) -> bytes:
     return raw[:at] + value.to_bytes(4, "little") + raw[at + 4 :]
 
 
-def cut(session: Whole[PlainShard], starts: Sequence[int]) -> list[PlainShard]:
+def cut(session: SessionState[PlainShard], starts: Sequence[int]) -> list[PlainShard]:
     pairs = itertools.pairwise([*starts, SIZES.n_layers])
-    return [split(session, LayerSpan(start, end - 1)) for start, end in pairs]
+    return [split(session, LayerRange(start, end - 1)) for start, end in pairs]
 
 
 @given(n_tokens=st.integers(1, CTX - 1), seed=st.integers(0, 9), kinds=kinds)
@@ -119,7 +121,8 @@ def test_what_was_written_is_read(n_tokens, seed, kinds):
 def test_any_cut_travels_and_joins_to_the_same_bytes(n_tokens, kinds, starts):
     session = whole(n_tokens, kinds=kinds)
     shards = [
-        read_part(dpkl(shard), span=shard.span, n_tokens=n_tokens) for shard in cut(session, starts)
+        read_part(dpkl(shard), layers=shard.layer_range, n_tokens=n_tokens)
+        for shard in cut(session, starts)
     ]
     assert dpkv(join(shards, session.tokens.tolist(), session.logits)) == dpkv(session)
 
@@ -213,8 +216,8 @@ def test_every_flipped_bit_of_a_header_is_noticed(reader, raw):
 @both
 def test_another_type_of_a_layer_is_another_size_or_another_type(reader, raw):
     first = HEAD if reader is read_part else HEAD + 4 * (9 + SIZES.n_vocab)
-    span = SPAN if reader is read_part else LayerSpan(0, 4)
-    for place, layer_ in enumerate(span.layers):
+    layers = SPAN if reader is read_part else LayerRange(0, 4)
+    for place, layer_ in enumerate(layers.indices):
         for code in (0, 5, 255, ALL_ONES):
             with pytest.raises(SnapshotError, match=f"type of layer {layer_}: got {code}, expec"):
                 reader(changed(raw, first + 4 * place, code))
@@ -239,7 +242,7 @@ def test_a_token_outside_the_vocabulary_is_refused():
 
 def test_a_shard_of_other_layers_or_another_session_is_refused():
     with pytest.raises(SnapshotError, match="first layer is 1, expected 0; ask for layers 0-1"):
-        read_part(RAW_SHARD, span=LayerSpan(0, 1))
+        read_part(RAW_SHARD, layers=LayerRange(0, 1))
     with pytest.raises(SnapshotError, match="tokens is 9, expected 10; it belongs to another"):
         read_part(RAW_SHARD, n_tokens=10)
     with pytest.raises(SnapshotError, match="no DPKL payload"):
@@ -274,7 +277,7 @@ def test_any_damaged_bytes_give_a_value_or_an_error(reader, raw, data):
 
 
 def part(start: int, end: int, **options) -> PlainShard:
-    return split(whole(**options), LayerSpan(start, end))
+    return split(whole(**options), LayerRange(start, end))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.stage.batch_window import MAX_SECONDS, Gather, stages_alike
+from ds4py.stage.batch_window import MAX_SECONDS, BatchWindow, stages_alike
 
 
 @pytest.mark.parametrize(
@@ -14,26 +14,26 @@ from ds4py.stage.batch_window import MAX_SECONDS, Gather, stages_alike
     [(1, 1, 1), (1, 3, 1), (2, 2, 1), (3, 2, 2), (8, 2, 4), (8, 1, 8), (8, 3, 3), (0, 2, 0)],
 )
 def test_each_stage_hopes_for_its_share_of_the_sessions(n_sessions, n_stages, wanted) -> None:
-    gather = Gather(n_stages)
+    window = BatchWindow(n_stages)
     for _ in range(3):
-        gather.ran(range(n_sessions), 0.1)
-    assert gather.wanted == wanted
+        window.ran(range(n_sessions), 0.1)
+    assert window.target_batch == wanted
 
 
 def test_sessions_that_have_ended_are_soon_not_hoped_for() -> None:
-    gather = Gather(1)
-    gather.ran(range(8), 0.1)
+    window = BatchWindow(1)
+    window.ran(range(8), 0.1)
     for _ in range(32):
-        gather.ran([3], 0.1)
-    assert gather.wanted == 1
+        window.ran([3], 0.1)
+    assert window.target_batch == 1
 
 
 @given(st.floats(0, 10))
 def test_the_wait_is_short_beside_a_batch(seconds) -> None:
-    gather = Gather(2)
-    assert gather.patience == 0  # nothing is known
-    gather.ran([1], seconds)
-    assert gather.patience <= min(MAX_SECONDS, seconds / 4)
+    window = BatchWindow(2)
+    assert window.max_wait == 0  # nothing is known
+    window.ran([1], seconds)
+    assert window.max_wait <= min(MAX_SECONDS, seconds / 4)
 
 
 @pytest.mark.parametrize(

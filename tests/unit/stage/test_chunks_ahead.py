@@ -21,11 +21,18 @@ from ds4py.config import (
     RouteEntry,
     WorkerTuning,
 )
-from ds4py.contracts import Session, SessionId, SliceOutput, SliceRunner, SliceWork, Want
+from ds4py.contracts import (
+    ForwardOutput,
+    ForwardRequest,
+    ModelRunner,
+    OutputKind,
+    Session,
+    SessionId,
+)
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine import LocalRunner, open_runner
-from ds4py.engine.host_staging import HostMemory, StreamStaging
+from ds4py.engine.host_staging import PinnedPool, StreamStaging
 from ds4py.errors import CancelledError, CapacityError, ClusterError
 from ds4py.layer_range import LayerSpec
 from ds4py.wire.extensions import Fork
@@ -44,7 +51,7 @@ ROOMY = WorkerTuning(prefetch_depth=32)
 BROKEN = ClusterError("the device has lost it")
 
 
-def nothing(work: SliceWork) -> None:
+def nothing(work: ForwardRequest) -> None:
     """Neither block nor raise."""
 
 
@@ -70,10 +77,10 @@ class Driven(NamedTuple):
     def timeline(self, session: int) -> tuple[list[int], bool] | None:
         """Return a session's tokens and whether they are there."""
         device = self.worker._stage.device
-        line = device.call(
-            lambda _: self.worker._stage.timelines.get(SessionId(session)), timeout=20
+        cached = device.call(
+            lambda _: self.worker._stage.session_table.get(SessionId(session)), timeout=20
         )
-        return None if line is None else (line.tokens, line.valid)
+        return None if cached is None else (cached.tokens, cached.valid)
 
 
 @contextmanager
@@ -88,19 +95,19 @@ def driven(**fields: object) -> Iterator[Driven]:
         worker.close()
 
 
-def waits_for(event: threading.Event) -> Callable[[SliceWork], None]:
+def waits_for(event: threading.Event) -> Callable[[ForwardRequest], None]:
     """Block before a span."""
 
-    def before(_: SliceWork) -> None:
+    def before(_: ForwardRequest) -> None:
         assert event.wait(20)
 
     return before
 
 
-def fails_at(pos0: int) -> Callable[[SliceWork], None]:
+def fails_at(pos0: int) -> Callable[[ForwardRequest], None]:
     """Lose a span on the device."""
 
-    def arrive(work: SliceWork) -> None:
+    def arrive(work: ForwardRequest) -> None:
         if work.pos0 == pos0:
             raise BROKEN
 
@@ -157,7 +164,7 @@ def test_a_first_span_that_failed_is_admitted_again_without_a_reset() -> None:
     """Spec 8.5, as if the failure had come at once."""
     once = iter([BROKEN])
 
-    def arrive(_: SliceWork) -> None:
+    def arrive(_: ForwardRequest) -> None:
         if (error := next(once, None)) is not None:
             raise error
 
@@ -210,14 +217,14 @@ STEPS = st.lists(
 )
 
 
-def hooks(*, ahead: bool) -> dict[str, Callable[[SliceWork], object]]:
+def hooks(*, ahead: bool) -> dict[str, Callable[[ForwardRequest], object]]:
     """Return the same troubles for a runner that gives its answers later, or at once."""
 
-    def fail(work: SliceWork) -> None:
+    def fail(work: ForwardRequest) -> None:
         if FAILING in work.tokens:
             raise BROKEN
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if REFUSED in work.tokens:
             raise CapacityError("rows", needed=2, available=1)
         if not ahead or len(work.tokens) == 1:  # single tokens are run, not started
@@ -266,7 +273,7 @@ def outcome(
         at_once: The device looks only when all are there.
     """
     sessions = [SessionId(first + n) for n in range(3)]
-    w.worker._stage.called_off.mark(sessions[0], 100 * first + n_called_off - 1)
+    w.worker._stage.aborted.mark(sessions[0], 100 * first + n_called_off - 1)
     if at_once:
         w.together(lambda: send_all(w, steps, first), len(steps))
     else:
@@ -308,8 +315,8 @@ def fakes(cuts: Sequence[str], **fields: object) -> list[FakeRunner]:
 
 @contextmanager
 def own_layers(
-    local: SliceRunner,
-    behind: Sequence[SliceRunner] = (),
+    local: ModelRunner,
+    behind: Sequence[ModelRunner] = (),
     *,
     result_timeout: float = 20,
     **prefill: object,
@@ -329,7 +336,7 @@ def own_layers(
         coordinator.start()
         stack.callback(coordinator.close)
         wait_until(lambda: coordinator.health().ready, "the route is complete")
-        backend = ClusterBackend(coordinator, 1)
+        backend = SessionPool(coordinator, 1)
         yield stack.enter_context(backend.lease(PROMPT))
 
 
@@ -339,7 +346,7 @@ def test_own_layers_are_given_the_next_chunk_while_the_one_before_it_is_computed
 ) -> None:
     seen: list[int] = []
 
-    def more(work: SliceWork) -> bool:
+    def more(work: ForwardRequest) -> bool:
         return len(local.evaluated) > min(work.pos0 // 2 + 1, 3)
 
     local = FakeRunner(
@@ -373,10 +380,10 @@ def test_after_a_cancellation_what_is_done_is_kept_though_own_layers_were_ahead(
     """Layers that can not be cut back keep what they were given, so all others follow."""
     gone = threading.Event()
 
-    def ready(work: SliceWork) -> bool:
+    def ready(work: ForwardRequest) -> bool:
         return work.pos0 != 2 or len(local.evaluated) == 3
 
-    def arrive(work: SliceWork) -> None:
+    def arrive(work: ForwardRequest) -> None:
         if work.pos0 == 2:
             gone.set()
 
@@ -412,7 +419,7 @@ def test_a_span_ahead_is_left_out_when_nobody_waits_for_it_any_more() -> None:
 def test_a_prompt_is_evaluated_anew_after_own_layers_failed_on_the_device() -> None:
     broken = [BROKEN]
 
-    def arrive(work: SliceWork) -> None:
+    def arrive(work: ForwardRequest) -> None:
         if work.pos0 == 2 and broken:
             raise broken.pop()
 
@@ -434,19 +441,19 @@ def test_real_slices_that_are_given_spans_ahead_say_what_one_process_says(tmp_pa
 
     def ahead(layers: str) -> LocalRunner:
         runner = open_runner(config, LayerSpec.parse(layers))
-        memory = HostMemory(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8))
+        memory = PinnedPool(1 << 20, lambda n: torch.empty(n, dtype=torch.uint8))
         runner._staging = StreamStaging(device, memory)
         return runner
 
     for before, tokens in chunks(PROMPT):
-        work = SliceWork(
+        work = ForwardRequest(
             session=SessionId(1),
             tokens=tuple(tokens),
             pos0=len(before),
             hidden=None,
-            want=Want.LOGITS,
+            output_kind=OutputKind.LOGITS,
         )
         (alone,) = plain.run([work])
-    assert isinstance(alone, SliceOutput)
+    assert isinstance(alone, ForwardOutput)
     with own_layers(ahead("0:0"), [ahead("1:1"), ahead("2:output")]) as session:
         np.testing.assert_array_equal(session.sync(PROMPT).logits, alone.logits)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, OutputKind, SessionId
 from ds4py.errors import CapacityError, ClusterError, Ds4Error, ModelError
 from ds4py.stage import batch_window as gather_module
 from ds4py.stage import executor as device_module
@@ -18,14 +18,14 @@ from tests.fake_runner import FakeRunner
 from tests.sockets import Background
 
 
-def work(session: int, pos0: int = 0, n: int = 1) -> SliceWork:
-    return SliceWork(
+def work(session: int, pos0: int = 0, n: int = 1) -> ForwardRequest:
+    return ForwardRequest(
         session=SessionId(session),
         tokens=(1,) * n,
         pos0=pos0,
         hidden=None,
         reset=pos0 == 0,
-        want=Want.NOTHING,
+        output_kind=OutputKind.NOTHING,
     )
 
 
@@ -33,7 +33,7 @@ class Job:
     """A job with its outcome."""
 
     def __init__(self, session: int, pos0: int = 0, n: int = 1):
-        self.outcomes: list[SliceOutput | Ds4Error] = []
+        self.outcomes: list[ForwardOutput | Ds4Error] = []
         self.job = DeviceJob(
             SessionId(session),
             lambda: work(session, pos0, n),
@@ -42,7 +42,7 @@ class Job:
         )
 
     @property
-    def outcome(self) -> SliceOutput | Ds4Error:
+    def outcome(self) -> ForwardOutput | Ds4Error:
         wait_until(lambda: bool(self.outcomes), "the job is finished")
         (outcome,) = self.outcomes
         return outcome
@@ -52,7 +52,7 @@ class Gate:
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
 
-    def __call__(self, _: SliceWork) -> None:
+    def __call__(self, _: ForwardRequest) -> None:
         self.entered.set()
         assert self.open.wait(20)
 
@@ -78,7 +78,7 @@ def test_all_single_tokens_that_wait_are_one_batch_and_a_chunk_runs_alone() -> N
         for job in jobs:
             device.submit(job.job)
         gate.open.set()
-        assert all(isinstance(job.outcome, SliceOutput) for job in jobs)
+        assert all(isinstance(job.outcome, ForwardOutput) for job in jobs)
         # 1 2 3 4 6, the chunk of 5, and 2 again
         assert device.runner.batches == [1, 5, 1, 1]
 
@@ -89,7 +89,7 @@ def test_without_batching_each_token_runs_alone_and_still_before_the_next_chunk(
         for job in jobs:
             device.submit(job.job)
         gate.open.set()
-        assert all(isinstance(job.outcome, SliceOutput) for job in jobs)
+        assert all(isinstance(job.outcome, ForwardOutput) for job in jobs)
         assert device.runner.batches == [1] * 6
         assert device.runner.evaluated == [(0, 2), (0, 1), (0, 1), (0, 1), (0, 3), (0, 2)]
 
@@ -103,28 +103,28 @@ def test_a_token_waits_a_moment_for_those_that_came_with_it_before(batching, mon
         for job in together:
             device.submit(job.job)
         gate.open.set()
-        assert all(isinstance(job.outcome, SliceOutput) for job in together)
+        assert all(isinstance(job.outcome, ForwardOutput) for job in together)
         first = Job(1, pos0=1)
         device.submit(first.job)
         if batching:
-            wait_until(lambda: len(device._turns) == 1, "it is taken in")
+            wait_until(lambda: len(device._scheduler) == 1, "it is taken in")
             assert not first.outcomes
         else:
-            assert isinstance(first.outcome, SliceOutput)
+            assert isinstance(first.outcome, ForwardOutput)
         second = Job(2, pos0=1)
         device.submit(second.job)
-        assert isinstance(second.outcome, SliceOutput)
+        assert isinstance(second.outcome, ForwardOutput)
         assert device.runner.batches == ([1, 2, 2] if batching else [1] * 5)
         device.submit(Job(1, pos0=2).job)  # a chunk is not kept waiting, nor is who waits with it
         chunk = Job(3, n=2)
         device.submit(chunk.job)
-        assert isinstance(chunk.outcome, SliceOutput)
+        assert isinstance(chunk.outcome, ForwardOutput)
 
 
 def test_a_call_about_a_session_runs_behind_its_spans_and_before_those_that_follow() -> None:
     seen: list[tuple[str, int | None]] = []
 
-    def look(word: str) -> Callable[[SliceRunner], None]:
+    def look(word: str) -> Callable[[ModelRunner], None]:
         return lambda runner: seen.append((word, runner.length(SessionId(1))))
 
     with gated() as (device, gate):
@@ -135,25 +135,25 @@ def test_a_call_about_a_session_runs_behind_its_spans_and_before_those_that_foll
         device.submit(second.job)
         device.post(look("of no session"))
         gate.open.set()
-        assert isinstance(second.outcome, SliceOutput)
+        assert isinstance(second.outcome, ForwardOutput)
     assert seen == [("of no session", None), ("behind the first", 3)]
 
 
 def test_one_refused_span_does_not_disturb_the_others_of_its_batch() -> None:
-    def refuse() -> SliceWork:
+    def refuse() -> ForwardRequest:
         raise ModelError("session", got=1, expected=2)
 
-    def break_down() -> SliceWork:
+    def break_down() -> ForwardRequest:
         raise ZeroDivisionError
 
-    outcomes: list[SliceOutput | Ds4Error] = []
+    outcomes: list[ForwardOutput | Ds4Error] = []
     with gated() as (device, gate):
         good = Job(1)
         device.submit(DeviceJob(SessionId(2), refuse, outcomes.append, is_decode=True))
         device.submit(good.job)
         device.submit(DeviceJob(SessionId(3), break_down, outcomes.append, is_decode=True))
         gate.open.set()
-        assert isinstance(good.outcome, SliceOutput)
+        assert isinstance(good.outcome, ForwardOutput)
         wait_until(lambda: len(outcomes) == 2, "both are told")
     assert isinstance(outcomes[0], ModelError)
     assert "ZeroDivisionError" in str(outcomes[1])
@@ -168,7 +168,7 @@ def test_a_receiver_that_fails_does_not_end_the_device() -> None:
     device.submit(DeviceJob(SessionId(1), lambda: work(1), fail))
     after = Job(2)
     device.submit(after.job)
-    assert isinstance(after.outcome, SliceOutput)
+    assert isinstance(after.outcome, ForwardOutput)
     device.close()
 
 
@@ -263,7 +263,7 @@ def test_a_posted_function_runs_in_its_turn_and_disturbs_nobody() -> None:
         )
         assert not calls
         gate.open.set()
-        assert isinstance(job.outcome, SliceOutput)
+        assert isinstance(job.outcome, ForwardOutput)
         wait_until(lambda: calls == ["2 batches before"], "it ran behind both spans")
     device.post(lambda runner: calls.append("too late"))
     assert len(calls) == 1

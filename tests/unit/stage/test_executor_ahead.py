@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds4py.contracts import SessionId, SliceOutput, SliceRunner, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, OutputKind, SessionId
 from ds4py.errors import CancelledError, CapacityError, ClusterError, Ds4Error
 from ds4py.stage.executor import DeviceJob, DeviceThread
 from tests.clusters import span, wait_until
@@ -26,7 +26,7 @@ class Arrivals:
         self.awaited: list[tuple[int, int]] = []
         self._gates: defaultdict[tuple[int, int], threading.Event] = defaultdict(threading.Event)
 
-    def __call__(self, work: SliceWork) -> None:
+    def __call__(self, work: ForwardRequest) -> None:
         place = int(work.session), work.pos0
         self.awaited.append(place)
         assert self._gates[place].wait(20)
@@ -46,22 +46,22 @@ class Scene:
     def __init__(self, device: DeviceThread, runner: FakeRunner, begin: Callable[[], None]):
         self.device, self.runner, self.begin = device, runner, begin
         self.queued: list[tuple[int, int]] = []
-        self.told: list[tuple[int, int, SliceOutput | Ds4Error]] = []
+        self.told: list[tuple[int, int, ForwardOutput | Ds4Error]] = []
 
     def submit(
         self, session: int, pos0: int = 0, n: int = CHUNK, *, refusal: Ds4Error | None = None
     ) -> None:
         """Submit a span; a refusal is one at its admission."""
-        work = SliceWork(
+        work = ForwardRequest(
             session=SessionId(session),
             tokens=(1,) * n,
             pos0=pos0,
             hidden=None,
             reset=pos0 == 0,
-            want=Want.NOTHING,
+            output_kind=OutputKind.NOTHING,
         )
 
-        def admit() -> SliceWork:
+        def admit() -> ForwardRequest:
             if refusal is not None:
                 raise refusal
             return work
@@ -81,7 +81,7 @@ class Scene:
         """Spans that were answered."""
         return [(session, pos0) for session, pos0, _ in self.told]
 
-    def outcomes(self, n: int) -> list[SliceOutput | Ds4Error]:
+    def outcomes(self, n: int) -> list[ForwardOutput | Ds4Error]:
         """Wait for so many answers."""
         wait_until(lambda: len(self.told) >= n, f"{n} spans are answered")
         return [result for _, _, result in self.told]
@@ -100,10 +100,10 @@ def scene(**fields: object) -> Iterator[Scene]:
         device.close()
 
 
-def refuse(session: int, pos0: int, error: Exception) -> Callable[[SliceWork], None]:
+def refuse(session: int, pos0: int, error: Exception) -> Callable[[ForwardRequest], None]:
     """Raise for one span."""
 
-    def step(work: SliceWork) -> None:
+    def step(work: ForwardRequest) -> None:
         if (work.session, work.pos0) == (session, pos0):
             raise error
 
@@ -124,7 +124,7 @@ def test_the_next_chunk_of_a_session_is_started_before_the_answer_to_the_one_bef
         assert (s.queued[2:], s.order) == ([(1, 4)], [(1, 0)])
         arrivals.let_go(1, 2)
         arrivals.let_go(1, 4)
-        assert all(isinstance(result, SliceOutput) for result in s.outcomes(3))
+        assert all(isinstance(result, ForwardOutput) for result in s.outcomes(3))
         assert s.order == [(1, 0), (1, 2), (1, 4)]
 
 
@@ -141,7 +141,7 @@ def test_a_chunk_that_comes_while_another_one_is_computed_is_started_behind_it()
         assert arrivals.awaited == [(1, 0)]
         arrivals.let_go(1, 2)
         computed.set()
-        assert all(isinstance(result, SliceOutput) for result in s.outcomes(2))
+        assert all(isinstance(result, ForwardOutput) for result in s.outcomes(2))
 
 
 @pytest.mark.parametrize("comes", ["a token", "a call", "the end"])
@@ -167,13 +167,13 @@ def test_what_comes_while_a_chunk_is_computed_finds_it_delivered(comes: str) -> 
 
 
 def test_a_device_that_can_not_say_whether_it_is_done_is_asked_for_the_answer() -> None:
-    def ready(_: SliceWork) -> bool:
+    def ready(_: ForwardRequest) -> bool:
         raise ZeroDivisionError
 
     with scene(ready=ready) as s:
         s.submit(1)
         s.begin()
-        assert isinstance(s.outcomes(1)[0], SliceOutput)
+        assert isinstance(s.outcomes(1)[0], ForwardOutput)
 
 
 def test_chunks_of_several_sessions_are_answered_in_the_order_of_their_starts() -> None:
@@ -211,8 +211,8 @@ def test_a_refusal_at_the_admission_is_told_after_the_chunk_before_it(error: Ds4
         s.begin()
         first, refused, last = s.outcomes(3)
         assert refused is error
-        assert isinstance(first, SliceOutput)
-        assert isinstance(last, SliceOutput)
+        assert isinstance(first, ForwardOutput)
+        assert isinstance(last, ForwardOutput)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_span_that_fails_on_the_device_disturbs_no_other_session(error: Ds4Err
         s.begin()
         failed, fine = s.outcomes(2)
         assert failed is error
-        assert isinstance(fine, SliceOutput)
+        assert isinstance(fine, ForwardOutput)
         assert s.queued == [(1, 0), (2, 0)]
 
 
@@ -242,7 +242,7 @@ def test_a_device_that_breaks_while_it_starts_or_computes_answers_both_in_order(
         computed, started, fine = s.outcomes(3)
         assert "on the device" in str(computed)
         assert "at the start" in str(started)
-        assert isinstance(fine, SliceOutput)
+        assert isinstance(fine, ForwardOutput)
         assert s.order == [(1, 0), (2, 0), (3, 0)]
         assert s.queued == [(1, 0), (3, 0)]
 
@@ -252,13 +252,13 @@ def test_a_receiver_that_fails_to_take_note_does_not_end_the_device() -> None:
         raise ZeroDivisionError
 
     with scene() as s:
-        told: list[SliceOutput | Ds4Error] = []
-        work = SliceWork(session=SessionId(1), tokens=(1, 1), pos0=0, hidden=None, reset=True)
+        told: list[ForwardOutput | Ds4Error] = []
+        work = ForwardRequest(session=SessionId(1), tokens=(1, 1), pos0=0, hidden=None, reset=True)
         s.device.submit(DeviceJob(SessionId(1), lambda: work, told.append, queued=fail))
         s.submit(2)
         s.begin()
         s.outcomes(1)
-        assert isinstance(told[0], SliceOutput)
+        assert isinstance(told[0], ForwardOutput)
 
 
 @pytest.mark.parametrize("about", [None, 1, 2])
@@ -270,7 +270,7 @@ def test_a_call_finds_everything_delivered(about: int | None) -> None:
         s.submit(1)
         s.submit(2)
 
-        def look(_: SliceRunner) -> None:
+        def look(_: ModelRunner) -> None:
             seen.append(list(s.order))
 
         s.begin()
@@ -341,7 +341,7 @@ def test_close_delivers_what_was_started_refuses_what_waits_and_then_frees_the_d
             arrivals.let_go(1, pos0)
         closing.result()
         *delivered, refused = s.outcomes(3)
-        assert all(isinstance(result, SliceOutput) for result in delivered)
+        assert all(isinstance(result, ForwardOutput) for result in delivered)
         assert "shutting down" in str(refused)
         assert s.runner.closed
 
@@ -352,6 +352,6 @@ def test_a_runner_that_does_not_overlap_is_asked_as_ever() -> None:
     s = Scene(device, device.runner, lambda: None)  # type: ignore[arg-type]
     for pos0 in (0, 2, 4):
         s.submit(1, pos0)
-    assert all(isinstance(result, SliceOutput) for result in s.outcomes(3))
+    assert all(isinstance(result, ForwardOutput) for result in s.outcomes(3))
     assert s.queued == s.order == [(1, 0), (1, 2), (1, 4)]
     device.close()

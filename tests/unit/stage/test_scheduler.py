@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.stage.scheduler import Kind, Turn, Turns
+from ds4py.stage.scheduler import ScheduledBatch, Scheduler, WorkKind
 
-CALL, SINGLE, CHUNK = Kind.CALL, Kind.SINGLE, Kind.CHUNK
+CALL, SINGLE, CHUNK = WorkKind.CONTROL, WorkKind.DECODE, WorkKind.PREFILL
 
 
 @dataclass(frozen=True)
 class Item:
     session: int
-    kind: Kind
+    kind: WorkKind
     number: int
 
 
-ARRIVAL = st.tuples(st.integers(0, 4), st.sampled_from(Kind))
+ARRIVAL = st.tuples(st.integers(0, 4), st.sampled_from(WorkKind))
 FREE = st.none()
 EVENTS = st.lists(st.one_of(ARRIVAL, ARRIVAL, ARRIVAL, FREE), max_size=60)
 """Something arrives, or the device becomes free."""
@@ -30,27 +30,27 @@ class Play:
     """Lets items arrive and turns run; remembers both."""
 
     def __init__(self, max_batch: int = 32):
-        self.turns: Turns[Item] = Turns(max_batch)
+        self.scheduler: Scheduler[Item] = Scheduler(max_batch)
         self.waiting: list[Item] = []
-        self.done: list[Turn[Item]] = []
+        self.done: list[ScheduledBatch[Item]] = []
         self._n = 0
 
-    def arrive(self, session: int, kind: Kind) -> None:
+    def arrive(self, session: int, kind: WorkKind) -> None:
         item = Item(session, kind, self._n)
         self._n += 1
         self.waiting.append(item)
-        self.turns.add(session, kind, item)
+        self.scheduler.add(session, kind, item)
 
-    def run(self) -> Turn[Item] | None:
-        turn = self.turns.next()
-        if turn is not None:
-            self.done.append(turn)
-            for item in [*turn.calls, *turn.batch]:
+    def run(self) -> ScheduledBatch[Item] | None:
+        scheduled = self.scheduler.next()
+        if scheduled is not None:
+            self.done.append(scheduled)
+            for item in [*scheduled.calls, *scheduled.batch]:
                 self.waiting.remove(item)
-        assert len(self.turns) == len(self.waiting)
-        return turn
+        assert len(self.scheduler) == len(self.waiting)
+        return scheduled
 
-    def heads(self, kind: Kind) -> list[Item]:
+    def heads(self, kind: WorkKind) -> list[Item]:
         """The first item of each session, where it is of a kind."""
         first: dict[int, Item] = {}
         for item in self.waiting:
@@ -62,7 +62,7 @@ class Play:
             pass
 
 
-def play(events: list[tuple[int, Kind] | None], max_batch: int = 32) -> Play:
+def play(events: list[tuple[int, WorkKind] | None], max_batch: int = 32) -> Play:
     p = Play(max_batch)
     for event in events:
         if event is None:
@@ -72,8 +72,8 @@ def play(events: list[tuple[int, Kind] | None], max_batch: int = 32) -> Play:
     return p
 
 
-def chunk_of(turn: Turn[Item]) -> Item | None:
-    return next((item for item in turn.batch if item.kind is CHUNK), None)
+def chunk_of(scheduled: ScheduledBatch[Item]) -> Item | None:
+    return next((item for item in scheduled.batch if item.kind is CHUNK), None)
 
 
 @given(EVENTS)
@@ -81,7 +81,7 @@ def test_each_item_runs_once_and_those_of_a_session_in_their_order(events) -> No
     p = play(events)
     n = p._n
     p.finish()
-    ran = [item for turn in p.done for item in [*turn.calls, *turn.batch]]
+    ran = [item for scheduled in p.done for item in [*scheduled.calls, *scheduled.batch]]
     assert sorted(item.number for item in ran) == list(range(n))
     by_session = defaultdict(list)
     for item in ran:
@@ -94,20 +94,20 @@ def test_a_turn_is_one_chunk_or_all_tokens_that_fit_of_different_sessions(events
     p = play(events, most)
     while True:
         tokens, calls = p.heads(SINGLE), p.heads(CALL)
-        turn = p.run()
-        if turn is None:
+        scheduled = p.run()
+        if scheduled is None:
             break
-        assert turn.calls or turn.batch
-        assert set(calls) <= set(turn.calls)  # never overtaken: it may free what others need
-        assert all(item.kind is CALL for item in turn.calls)
-        if chunk_of(turn) is not None:
-            assert len(turn.batch) == 1
+        assert scheduled.calls or scheduled.batch
+        assert set(calls) <= set(scheduled.calls)  # never overtaken: it may free what others need
+        assert all(item.kind is CALL for item in scheduled.calls)
+        if chunk_of(scheduled) is not None:
+            assert len(scheduled.batch) == 1
             continue
-        assert all(item.kind is SINGLE for item in turn.batch)
-        assert len({item.session for item in turn.batch}) == len(turn.batch) <= most
+        assert all(item.kind is SINGLE for item in scheduled.batch)
+        assert len({item.session for item in scheduled.batch}) == len(scheduled.batch) <= most
         if len(tokens) < most:
-            assert set(tokens) <= set(turn.batch)
-        numbers = [item.number for item in turn.batch]  # who came first goes first
+            assert set(tokens) <= set(scheduled.batch)
+        numbers = [item.number for item in scheduled.batch]  # who came first goes first
         assert numbers == sorted(numbers)
 
 
@@ -125,10 +125,10 @@ def test_what_may_run_waits_for_one_turn_of_the_other_kind_at_most(events) -> No
         p.run()
         p.run()
         two = p.done[before:]
-        ran = [item for turn in two for item in [*turn.calls, *turn.batch]]
+        ran = [item for scheduled in two for item in [*scheduled.calls, *scheduled.batch]]
         assert set(due) <= set(ran)
         if chunks:
-            assert any(chunk_of(turn) is not None for turn in two)
+            assert any(chunk_of(scheduled) is not None for scheduled in two)
 
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
@@ -138,7 +138,7 @@ def test_chunks_of_sessions_take_turns(n_chunks) -> None:
         for _ in range(n):
             p.arrive(session, CHUNK)
     p.finish()
-    order = [turn.batch[0].session for turn in p.done]
+    order = [scheduled.batch[0].session for scheduled in p.done]
     rounds = [[s for s, n in enumerate(n_chunks) if n > k] for k in range(max(n_chunks))]
     assert order == [session for one in rounds for session in one]
 
@@ -150,7 +150,7 @@ def test_tokens_that_never_end_do_not_stop_a_chunk() -> None:
         for session in range(3):
             p.arrive(session, SINGLE)
         p.run()
-    assert [chunk_of(turn) is not None for turn in p.done] == [False, True, False]
+    assert [chunk_of(scheduled) is not None for scheduled in p.done] == [False, True, False]
 
 
 def test_a_newcomers_chunk_waits_for_one_of_each_other() -> None:
@@ -163,7 +163,7 @@ def test_a_newcomers_chunk_waits_for_one_of_each_other() -> None:
     p.arrive(2, CHUNK)
     before = len(p.done)
     p.finish()
-    order = [turn.batch[0].session for turn in p.done[before:]]
+    order = [scheduled.batch[0].session for scheduled in p.done[before:]]
     assert order.index(2) <= 2
 
 
@@ -174,7 +174,7 @@ def test_a_token_behind_its_own_chunk_waits_for_it() -> None:
     p.arrive(1, SINGLE)
     p.arrive(2, SINGLE)
     p.finish()
-    assert [[item.number for item in turn.batch] for turn in p.done] == [[2], [0], [1]]
+    assert [[item.number for item in scheduled.batch] for scheduled in p.done] == [[2], [0], [1]]
 
 
 def test_a_chunk_whose_turn_it_is_does_not_overtake_a_call() -> None:
@@ -184,9 +184,9 @@ def test_a_chunk_whose_turn_it_is_does_not_overtake_a_call() -> None:
     p.run()
     p.arrive(2, CALL)
     p.arrive(3, CHUNK)
-    turn = p.run()
-    assert turn is not None
-    assert [item.number for item in [*turn.calls, *turn.batch]] == [1, 2]
+    scheduled = p.run()
+    assert scheduled is not None
+    assert [item.number for item in [*scheduled.calls, *scheduled.batch]] == [1, 2]
 
 
 def test_calls_run_before_the_tokens_of_their_turn() -> None:
@@ -195,18 +195,18 @@ def test_calls_run_before_the_tokens_of_their_turn() -> None:
     p.arrive(2, CALL)
     p.arrive(2, SINGLE)
     p.arrive(1, CALL)
-    turn = p.run()
-    assert turn is not None
-    assert [item.number for item in turn.calls] == [1]
-    assert [item.number for item in turn.batch] == [0, 2]
-    turn = p.run()
-    assert turn is not None
-    assert [item.number for item in turn.calls] == [3]
+    scheduled = p.run()
+    assert scheduled is not None
+    assert [item.number for item in scheduled.calls] == [1]
+    assert [item.number for item in scheduled.batch] == [0, 2]
+    scheduled = p.run()
+    assert scheduled is not None
+    assert [item.number for item in scheduled.calls] == [3]
 
 
 @given(EVENTS)
 def test_draining_takes_all_in_the_order_of_arrival(events) -> None:
     p = play(events)
-    assert [item.number for item in p.turns.drain()] == [item.number for item in p.waiting]
-    assert len(p.turns) == 0
-    assert p.turns.next() is None
+    assert [item.number for item in p.scheduler.drain()] == [item.number for item in p.waiting]
+    assert len(p.scheduler) == 0
+    assert p.scheduler.next() is None

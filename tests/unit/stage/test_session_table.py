@@ -15,17 +15,17 @@ from ds4py.errors import (
     ModelError,
     PrefixMismatchError,
 )
-from ds4py.stage.session_table import Admission, Claim, Timelines
+from ds4py.stage.session_table import Admission, AdmissionRequest, SessionTable
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 
 A, B, C = SessionId(1), SessionId(2), SessionId(3)
 US, THEM = "our connection", "their connection"
 
 
-def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> Claim:
+def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> AdmissionRequest:
     """A span of `tokens` after `before`, honest unless told otherwise."""
     prefix = prefix_hash(before) if prefix is None else prefix
-    return Claim(
+    return AdmissionRequest(
         session=session,
         tokens=tuple(tokens),
         pos0=len(before) if pos0 is None else pos0,
@@ -35,19 +35,19 @@ def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> 
     )
 
 
-def evaluate(lines: Timelines, span: Claim, owner: str = US) -> Admission:
+def evaluate(lines: SessionTable, span: AdmissionRequest, owner: str = US) -> Admission:
     admission = lines.admit(span, owner)
     lines.commit(span)
     return admission
 
 
-def tokens_of(lines: Timelines, session=A) -> list[int] | None:
-    line = lines.get(session)
-    return None if line is None else line.tokens
+def tokens_of(lines: SessionTable, session=A) -> list[int] | None:
+    cached = lines.get(session)
+    return None if cached is None else cached.tokens
 
 
-def lines(n_slots: int = 2, *, can_rewind: bool = False) -> Timelines:
-    return Timelines(n_slots, can_rewind=can_rewind)
+def lines(n_slots: int = 2, *, can_rewind: bool = False) -> SessionTable:
+    return SessionTable(n_slots, can_rewind=can_rewind)
 
 
 def test_a_new_session_starts_at_zero_without_a_reset() -> None:
@@ -167,11 +167,11 @@ def test_a_failure_behind_the_start_takes_all_with_it_that_was_started_since(err
     for span in (claim([5], [6]), claim([5, 6], [7, 8])):
         stage.admit(span, US)
         started.append((span, stage.commit(span)))
-    (failed, line), (behind, same) = started
-    assert line is same is stage.get(A)
-    stage.evaluation_failed(failed, error, line)
-    stage.evaluation_failed(behind, error, line)
-    assert (line.tokens, line.hash, line.valid) == ([5], prefix_hash([5]), False)
+    (failed, cached), (behind, same) = started
+    assert cached is same is stage.get(A)
+    stage.evaluation_failed(failed, error, cached)
+    stage.evaluation_failed(behind, error, cached)
+    assert (cached.tokens, cached.hash, cached.valid) == ([5], prefix_hash([5]), False)
     with pytest.raises(ModelError, match="a reset"):
         stage.admit(failed, US)
 
@@ -180,9 +180,9 @@ def test_a_failure_is_no_business_of_a_session_that_began_anew_since() -> None:
     stage = lines()
     span, anew = claim([], [5]), claim([], [6, 7], reset=True)
     stage.admit(span, US)
-    line = stage.commit(span)
+    cached = stage.commit(span)
     assert evaluate(stage, anew) == Admission(reset=True)
-    stage.evaluation_failed(span, ClusterError("broken"), line)
+    stage.evaluation_failed(span, ClusterError("broken"), cached)
     assert tokens_of(stage) == [6, 7]
     assert evaluate(stage, claim([6, 7], [8])) == Admission()
 
@@ -220,7 +220,7 @@ def test_when_full_the_longest_unused_orphan_goes() -> None:
     evaluate(stage, claim([], [5]), THEM)
     evaluate(stage, claim([], [6], session=B), THEM)
     evaluate(stage, claim([5], [7]), THEM)
-    stage.orphan(THEM)
+    stage.disown(THEM)
     assert evaluate(stage, claim([], [8], session=C)) == Admission(reset=True, evict=B)
     assert tokens_of(stage, B) is None
     assert tokens_of(stage, A) == [5, 7]
@@ -229,7 +229,7 @@ def test_when_full_the_longest_unused_orphan_goes() -> None:
 def test_an_orphan_lives_on_when_somebody_continues_it() -> None:
     stage = lines(n_slots=1)
     evaluate(stage, claim([], [5]), THEM)
-    stage.orphan(THEM)
+    stage.disown(THEM)
     assert evaluate(stage, claim([5], [6]), US) == Admission()
     with pytest.raises(CapacityError):  # it has an owner again
         stage.admit(claim([], [7], session=B), THEM)
@@ -238,7 +238,7 @@ def test_an_orphan_lives_on_when_somebody_continues_it() -> None:
 def test_a_connection_orphans_its_own_sessions_only() -> None:
     stage = lines(n_slots=1)
     evaluate(stage, claim([], [5]), US)
-    stage.orphan(THEM)
+    stage.disown(THEM)
     with pytest.raises(CapacityError):
         stage.admit(claim([], [7], session=B), THEM)
 
@@ -251,7 +251,7 @@ def test_a_session_that_was_carried_by_two_connections_is_an_orphan_without_both
     for gone in (THEM, US):
         with pytest.raises(CapacityError):
             stage.admit(claim([], [7], session=B), "a third one")
-        stage.orphan(gone)
+        stage.disown(gone)
     assert evaluate(stage, claim([], [7], session=B)).evict == A
 
 
@@ -259,7 +259,7 @@ def test_a_session_that_begins_anew_still_belongs_to_all_that_carried_it() -> No
     stage = lines(n_slots=1)
     evaluate(stage, claim([], [5]), US)
     evaluate(stage, claim([], [6], reset=True), THEM)
-    stage.orphan(THEM)
+    stage.disown(THEM)
     with pytest.raises(CapacityError):
         stage.admit(claim([], [7], session=B), "a third one")
 
@@ -267,7 +267,7 @@ def test_a_session_that_begins_anew_still_belongs_to_all_that_carried_it() -> No
 def test_no_session_is_given_up_for_a_span_that_is_refused() -> None:
     stage = lines(n_slots=1)
     evaluate(stage, claim([], [5]), THEM)
-    stage.orphan(THEM)
+    stage.disown(THEM)
     with pytest.raises(PrefixMismatchError):
         stage.admit(claim([9], [7], session=B), US)
     assert evaluate(stage, claim([5], [6]), US) == Admission()
@@ -286,36 +286,36 @@ def test_a_head_is_given_out_if_all_of_it_was_evaluated() -> None:
     evaluate(stage, claim([], [5, 6, 7]))
     span = claim([5, 6, 7], [8])
     stage.admit(span, US)  # not evaluated yet
-    assert stage.head(A, 2, prefix_hash([5, 6])) == [5, 6]
-    assert stage.head(A, 3, prefix_hash([5, 6, 7])) == [5, 6, 7]
+    assert stage.prefix(A, 2, prefix_hash([5, 6])) == [5, 6]
+    assert stage.prefix(A, 3, prefix_hash([5, 6, 7])) == [5, 6, 7]
     for session, head in ((A, [5, 7]), (A, [5, 6, 7, 8]), (B, [5]), (B, [])):
         with pytest.raises(PrefixMismatchError):
-            stage.head(session, len(head), prefix_hash(head))
+            stage.prefix(session, len(head), prefix_hash(head))
     stage.evaluation_failed(span, ClusterError("broken"))
     with pytest.raises(PrefixMismatchError):
-        stage.head(A, 2, prefix_hash([5, 6]))
+        stage.prefix(A, 2, prefix_hash([5, 6]))
 
 
 def test_the_longest_unused_orphan_is_given_up_first_but_none_that_is_spared() -> None:
     stage = lines(n_slots=3)
     for number, session in enumerate((B, A, C)):
         evaluate(stage, claim([], [number], session=session), US if session is C else THEM)
-    assert stage.give_up([]) is None
-    stage.orphan(THEM)
-    assert stage.give_up([B]) == A
-    assert stage.give_up([B]) is None
-    assert stage.give_up([A]) == B
-    assert stage.give_up([]) is None
+    assert stage.evict([]) is None
+    stage.disown(THEM)
+    assert stage.evict([B]) == A
+    assert stage.evict([B]) is None
+    assert stage.evict([A]) == B
+    assert stage.evict([]) is None
     assert (len(stage), tokens_of(stage, C)) == (1, [2])
 
 
 def test_room_is_not_made_at_the_cost_of_who_is_spared() -> None:
     stage = lines(n_slots=1)
     evaluate(stage, claim([], [5]), THEM)
-    stage.orphan(THEM)
+    stage.disown(THEM)
     with pytest.raises(CapacityError, match=r"^KV cache: "):
-        stage.vacate(B, [A])
-    assert stage.vacate(B) == [A]
+        stage.reserve_slot(B, [A])
+    assert stage.reserve_slot(B) == [A]
 
 
 @pytest.mark.parametrize("change", ["forgotten", "replaced"])
@@ -324,9 +324,9 @@ def test_what_was_evaluated_for_a_session_that_is_another_now_does_not_count(cha
     evaluate(stage, claim([], [5]))
     span = claim([5], [6])
     stage.admit(span, US)
-    stage.vacate(A)
+    stage.reserve_slot(A)
     if change == "replaced":
-        stage.adopt(A, [7, 8], prefix_hash([7, 8]), US)
+        stage.insert(A, [7, 8], prefix_hash([7, 8]), US)
     stage.commit(span)
     assert tokens_of(stage) == (None if change == "forgotten" else [7, 8])
 
@@ -358,7 +358,7 @@ def test_admitted_spans_always_leave_the_tokens_that_their_hash_stands_for(
             continue
         stage.commit(span)
         truth = [*before, *tokens]
-        line = stage.get(A)
-        assert line is not None
-        assert (line.tokens, line.hash) == (truth, prefix_hash(truth))
+        cached = stage.get(A)
+        assert cached is not None
+        assert (cached.tokens, cached.hash) == (truth, prefix_hash(truth))
         assert admission.reset == (span.pos0 == 0)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from ds4py.text.parts import CallArguments, CallBegun, CallEnded, Content, Part, Reasoning
+from ds4py.text.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning, ReplyPart
 from ds4py.text.reply import ReplySplitter
 from ds4py.text.tool_calls.formats import CallFormat
 
@@ -35,7 +35,7 @@ class Reading:
     raw_block: str = ""
     is_open: bool = False
 
-    def add(self, parts: Iterable[Part]) -> None:
+    def add(self, parts: Iterable[ReplyPart]) -> None:
         """Add parts in order; none may come where it can not stand."""
         for part in parts:
             match part:

@@ -10,7 +10,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from ds4py.config import EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import open_runner
 from ds4py.errors import ConfigError
 from ds4py.gguf import kinds
@@ -56,12 +56,16 @@ def kind_of(name: str) -> GGMLQuantizationType:
 def next_logits(path: Path, tokens) -> np.ndarray:
     """What a whole model says after some tokens."""
     runner = open_runner(EngineConfig(model=path, threads=1, precision="f32", n_ctx=64))
-    work = SliceWork(
-        session=SessionId(1), tokens=tuple(tokens), pos0=0, hidden=None, want=Want.LOGITS
+    work = ForwardRequest(
+        session=SessionId(1),
+        tokens=tuple(tokens),
+        pos0=0,
+        hidden=None,
+        output_kind=OutputKind.LOGITS,
     )
     (answer,) = runner.run([work])
     runner.close()
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     return answer.logits
 
 

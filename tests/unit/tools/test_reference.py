@@ -10,7 +10,7 @@ import pytest
 
 from ds4py.cli import exits
 from ds4py.config import ServerConfig
-from ds4py.server.http.app import create_app, jobs_of
+from ds4py.server.http.app import create_app, queue_of
 from tests.unit.server.support import backend, text_stack
 from tools import run_make_reference as made
 from tools.reference_tables import CODES, ENDPOINTS, EXITS, STATUSES, VARIABLES
@@ -64,7 +64,7 @@ def test_every_exit_status_is_described() -> None:
 
 def test_the_paths_are_those_of_the_server() -> None:
     app = create_app(backend(), text_stack(), ServerConfig())
-    jobs_of(app).close(0)
+    queue_of(app).close(0)
     served = set()
     for route in app.routes:
         path = re.sub(r"\{(\w+):path\}", r"{\1}", route.path)

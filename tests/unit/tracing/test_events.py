@@ -16,26 +16,26 @@ from hypothesis import strategies as st
 
 from ds4py.tracing import perfetto
 from ds4py.tracing.events import (
-    Answer,
-    Hop,
-    Interval,
+    ChunkRef,
     Phase,
-    Recorder,
+    ResultTiming,
     Shares,
-    SpanRef,
-    place,
+    TracedHop,
+    TraceEvent,
+    TraceRecorder,
+    events_of,
     stage_shares,
 )
-from ds4py.tracing.perfetto import TraceEvents, TraceWriter
+from ds4py.tracing.perfetto import ChromeEvents, TraceWriter
 from ds4py.wire.messages import Telemetry
 from tests.clusters import wait_until
 from tests.strategies import telemetries
 
-HOPS = [Hop("first", (0, 1)), Hop("second", (2, 3)), Hop("third", (4, 5))]
-SPAN = SpanRef(session=2**63 + 1, request=7, pos0=512, n_tokens=256)
+HOPS = [TracedHop("first", (0, 1)), TracedHop("second", (2, 3)), TracedHop("third", (4, 5))]
+SPAN = ChunkRef(session=2**63 + 1, request=7, pos0=512, n_tokens=256)
 
 
-def record(hop: Hop, compute: int, send: int = 0, wait: int = 0) -> Telemetry:
+def record(hop: TracedHop, compute: int, send: int = 0, wait: int = 0) -> Telemetry:
     return Telemetry(
         layer_start=hop.layers[0],
         layer_end=hop.layers[1],
@@ -50,11 +50,11 @@ def record(hop: Hop, compute: int, send: int = 0, wait: int = 0) -> Telemetry:
     )
 
 
-def answer(records: Sequence[Telemetry], wait_usec: int, sent: int = 1000) -> Answer:
-    return Answer(span=SPAN, hops=HOPS, records=records, sent=sent, wait_usec=wait_usec)
+def answer(records: Sequence[Telemetry], wait_usec: int, sent: int = 1000) -> ResultTiming:
+    return ResultTiming(chunk=SPAN, hops=HOPS, records=records, sent=sent, wait_usec=wait_usec)
 
 
-def pieces(intervals: Sequence[Interval], stage: str) -> list[tuple[str, int, int]]:
+def pieces(intervals: Sequence[TraceEvent], stage: str) -> list[tuple[str, int, int]]:
     return [(i.phase.value, i.start, i.end) for i in intervals if i.stage == stage]
 
 
@@ -67,7 +67,7 @@ def test_each_stage_lies_where_the_stage_before_sends_and_waits() -> None:
         record(HOPS[1], 50, send=5, wait=130),
         record(HOPS[0], 20, send=3, wait=195),
     ]
-    placed = place(answer(records, 230), {})
+    placed = events_of(answer(records, 230), {})
     assert pieces(placed, "first") == [
         ("wire", 1000, 1006),
         ("compute", 1006, 1026),
@@ -87,26 +87,26 @@ def test_each_stage_lies_where_the_stage_before_sends_and_waits() -> None:
         ("compute", 1104, 1204),
         ("wire", 1204, 1219),
     ]
-    assert {i.span for i in placed} == {SPAN}
+    assert {i.chunk for i in placed} == {SPAN}
 
 
 def test_a_stage_that_was_busy_explains_what_is_unaccounted_for() -> None:
-    placed = place(answer([record(HOPS[0], 100)], 200), {"first": 1090})
+    placed = events_of(answer([record(HOPS[0], 100)], 200), {"first": 1090})
     assert pieces(placed, "first") == [
         ("queue", 1000, 1090),
         ("compute", 1090, 1190),
         ("wire", 1190, 1200),
     ]
-    early = place(answer([record(HOPS[0], 100)], 200), {"first": 1010})
+    early = events_of(answer([record(HOPS[0], 100)], 200), {"first": 1010})
     assert pieces(early, "first")[0] == ("wire", 1000, 1050)
 
 
 def test_a_stage_that_reports_nothing_is_left_out_and_a_stranger_is_not_believed() -> None:
-    stranger = Hop("stranger", (9, 9))
-    placed = place(answer([record(HOPS[1], 100), record(stranger, 5)], 140), {})
+    stranger = TracedHop("stranger", (9, 9))
+    placed = events_of(answer([record(HOPS[1], 100), record(stranger, 5)], 140), {})
     assert {i.stage for i in placed} == {"second"}
     assert sum(i.usec for i in placed) == 140
-    assert place(answer([], 140), {}) == []
+    assert events_of(answer([], 140), {}) == []
 
 
 @given(
@@ -116,7 +116,7 @@ def test_a_stage_that_reports_nothing_is_left_out_and_a_stranger_is_not_believed
 )
 def test_whatever_peers_claim_stays_inside_the_request(records, wait_usec, busy) -> None:
     asked = answer(records, wait_usec)
-    placed = place(asked, busy)
+    placed = events_of(asked, busy)
     outer = (asked.sent, asked.sent + wait_usec)
     for hop in HOPS:
         own = [i for i in placed if i.stage == hop.name]
@@ -134,7 +134,7 @@ def test_whatever_peers_claim_stays_inside_the_request(records, wait_usec, busy)
 
 def simulate(
     transit: int, send: int, chunks: Sequence[Sequence[int]]
-) -> tuple[list[Answer], list[Any]]:
+) -> tuple[list[ResultTiming], list[Any]]:
     """A prefill over three first-in first-out stages: what is reported, and what really was."""
     free = [0] * len(HOPS)
     answers, truth = [], []
@@ -163,7 +163,7 @@ def simulate(
 )
 def test_a_pipeline_whose_ways_there_and_back_are_equal_is_recovered_exactly(transit, send, chunks):
     answers, truth = simulate(transit, send, chunks)
-    recorder = Recorder()
+    recorder = TraceRecorder()
     recorder.add(*answers)
     placed = recorder.take()
     assert [
@@ -175,7 +175,7 @@ def test_a_pipeline_whose_ways_there_and_back_are_equal_is_recovered_exactly(tra
 
 
 intervals = st.builds(
-    Interval,
+    TraceEvent,
     st.sampled_from(["coordinator", "first"]),
     st.sampled_from(Phase),
     st.integers(0, 60),
@@ -184,7 +184,7 @@ intervals = st.builds(
 )
 
 
-def at(own: Sequence[Interval], moment: int) -> str:
+def at(own: Sequence[TraceEvent], moment: int) -> str:
     """What a stage does in one microsecond."""
     phases = {i.phase for i in own if i.start <= moment < i.end}
     if phases & {Phase.COMPUTE, Phase.HEAD}:
@@ -216,8 +216,8 @@ def test_no_intervals_have_no_shares() -> None:
 
 
 def test_a_full_recorder_drops_counts_and_goes_on() -> None:
-    recorder = Recorder(limit=3)
-    seen = [Interval("a", Phase.RUN, n, 1, SPAN) for n in range(6)]
+    recorder = TraceRecorder(limit=3)
+    seen = [TraceEvent("a", Phase.RUN, n, 1, SPAN) for n in range(6)]
     for interval in seen[:5]:
         recorder.add(interval)
     assert (recorder.take(), recorder.dropped) == (seen[:3], 2)
@@ -227,10 +227,10 @@ def test_a_full_recorder_drops_counts_and_goes_on() -> None:
 
 
 def test_what_many_threads_add_is_there_once() -> None:
-    recorder = Recorder(limit=1000)
-    seen = [[Interval(str(t), Phase.RUN, n, 1, SPAN) for n in range(300)] for t in range(4)]
+    recorder = TraceRecorder(limit=1000)
+    seen = [[TraceEvent(str(t), Phase.RUN, n, 1, SPAN) for n in range(300)] for t in range(4)]
 
-    def add(own: list[Interval]) -> None:
+    def add(own: list[TraceEvent]) -> None:
         for interval in own:
             recorder.add(interval)
 
@@ -253,11 +253,11 @@ def complete(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_prefill_chunk_and_a_decode_step_are_told_apart() -> None:
-    token = SpanRef(session=1, request=8, pos0=768, n_tokens=1)
-    form = TraceEvents("coordinator", 5)
+    token = ChunkRef(session=1, request=8, pos0=768, n_tokens=1)
+    form = ChromeEvents("coordinator", 5)
     seen = [
-        Interval("coordinator", Phase.WAIT, 10, 4, SPAN),
-        Interval("first", Phase.COMPUTE, 20, 3, token),
+        TraceEvent("coordinator", Phase.WAIT, 10, 4, SPAN),
+        TraceEvent("first", Phase.COMPUTE, 20, 3, token),
     ]
     chunk, step = complete(list(form.events(seen)))
     assert chunk == {
@@ -274,8 +274,8 @@ def test_a_prefill_chunk_and_a_decode_step_are_told_apart() -> None:
 
 
 def test_processes_and_tracks_are_named_once() -> None:
-    form = TraceEvents("coordinator", 5)
-    seen = [Interval(stage, Phase.COMPUTE, 0, 9, SPAN) for stage in ("first", "second", "first")]
+    form = ChromeEvents("coordinator", 5)
+    seen = [TraceEvent(stage, Phase.COMPUTE, 0, 9, SPAN) for stage in ("first", "second", "first")]
     events = [*form.header(), *form.events(seen), *form.events(seen)]
     names = [(e["name"], e["pid"], e["args"]["name"]) for e in events if "name" in e["args"]]
     assert names == [
@@ -293,7 +293,7 @@ def test_processes_and_tracks_are_named_once() -> None:
 
 @given(st.lists(st.lists(intervals, max_size=20), max_size=3))
 def test_events_of_one_track_do_not_overlap(batches) -> None:
-    form = TraceEvents("coordinator", 5)
+    form = ChromeEvents("coordinator", 5)
     events = complete([event for batch in batches for event in form.events(batch)])
     assert len(events) == sum(map(len, batches))
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -305,8 +305,8 @@ def test_events_of_one_track_do_not_overlap(batches) -> None:
 
 
 def test_a_crowd_shares_the_last_track() -> None:
-    form = TraceEvents("coordinator", 5)
-    crowd = [Interval("coordinator", Phase.RUN, 0, 9, SPAN)] * 100
+    form = ChromeEvents("coordinator", 5)
+    crowd = [TraceEvent("coordinator", Phase.RUN, 0, 9, SPAN)] * 100
     assert len({event["tid"] for event in complete(list(form.events(crowd)))}) == 64
 
 
@@ -319,12 +319,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_trace_is_whole_at_any_time_and_closed_at_the_end() -> None:
-    recorder, out = Recorder(), io.BytesIO()
+    recorder, out = TraceRecorder(), io.BytesIO()
     writer = TraceWriter(recorder, out, process="coordinator", pid=5)
     for n in range(3):
-        recorder.add(Interval("coordinator", Phase.RUN, n, 1, SPAN))
+        recorder.add(TraceEvent("coordinator", Phase.RUN, n, 1, SPAN))
         wait_until(lambda n=n: len(complete(json.loads(out.getvalue() + b"]"))) > n, "it is out")
-    recorder.add(Interval("coordinator", Phase.RUN, 3, 1, SPAN))
+    recorder.add(TraceEvent("coordinator", Phase.RUN, 3, 1, SPAN))
     writer.close()
     writer.close()
     events = json.loads(out.getvalue())
@@ -340,9 +340,9 @@ def test_the_trace_is_whole_at_any_time_and_closed_at_the_end() -> None:
 
 
 def test_what_was_dropped_is_told_in_the_trace(caplog) -> None:
-    recorder, out = Recorder(limit=1), io.BytesIO()
-    recorder.add(Interval("coordinator", Phase.RUN, 0, 1, SPAN))
-    recorder.add(Interval("coordinator", Phase.RUN, 1, 1, SPAN))
+    recorder, out = TraceRecorder(limit=1), io.BytesIO()
+    recorder.add(TraceEvent("coordinator", Phase.RUN, 0, 1, SPAN))
+    recorder.add(TraceEvent("coordinator", Phase.RUN, 1, 1, SPAN))
     TraceWriter(recorder, out, process="coordinator", pid=5).close()
     told = [e for e in json.loads(out.getvalue()) if e["name"] == "dropped_intervals"]
     assert [(event["ph"], event["args"]) for event in told] == [("M", {"dropped": 1})]
@@ -366,15 +366,15 @@ class Short(io.RawIOBase):
 
 def test_a_stream_that_takes_little_gets_all() -> None:
     out = Short(10**6)
-    TraceWriter(Recorder(), out, process="coordinator", pid=5).close()  # type: ignore[arg-type]
+    TraceWriter(TraceRecorder(), out, process="coordinator", pid=5).close()  # type: ignore[arg-type]
     assert json.loads(out.taken)
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(caplog) -> None:
-    recorder, out = Recorder(limit=2), Short(20)
+    recorder, out = TraceRecorder(limit=2), Short(20)
     writer = TraceWriter(recorder, out, process="coordinator", pid=5)  # type: ignore[arg-type]
     for _ in range(3):  # what is recorded later is taken and thrown away, not kept
-        recorder.add(*[Interval("coordinator", Phase.RUN, 0, 1, SPAN)] * 2)
+        recorder.add(*[TraceEvent("coordinator", Phase.RUN, 0, 1, SPAN)] * 2)
         wait_until(lambda: not recorder._seen, "the recorder is emptied")
     writer.close()
     assert recorder.dropped == 0

@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.config import WorkerTuning
-from ds4py.contracts import SessionId, SliceOutput
+from ds4py.contracts import ForwardOutput, SessionId
 from ds4py.coordinator.relay.profile import profile_run
 from ds4py.errors import CancelledError
-from ds4py.layer_range import LayerSpan
-from ds4py.tracing.events import Phase, Recorder, SpanRef
+from ds4py.layer_range import LayerRange
+from ds4py.tracing.events import ChunkRef, Phase, TraceRecorder
 from ds4py.wire.messages import Result, Telemetry
-from ds4py.worker.profile import StageProfile, _Passage, profile_stage
+from ds4py.worker.profile import StageProfile, _ChunkTimes, profile_stage
 from tests.by_hand import PROMPT, QUICK
 from tests.clusters import cluster, span, start_worker
 from tests.fake_runner import FakeRunner
 from tests.peers import driver, entry, make_work
 from tests.strategies import telemetries
 
-TOKEN = SpanRef(session=1, request=2, pos0=3, n_tokens=1)
-OUTPUT = SliceOutput(eval_usec=5)
+TOKEN = ChunkRef(session=1, request=2, pos0=3, n_tokens=1)
+OUTPUT = ForwardOutput(eval_usec=5)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -74,7 +74,7 @@ def test_a_worker_says_what_became_of_a_token(caplog) -> None:
 
 
 def test_nothing_is_measured_that_nobody_wants() -> None:
-    layers = LayerSpan(0, 1)
+    layers = LayerRange(0, 1)
     assert profile_run(None, SessionId(1), [], [], log_decode=True) is None
     assert profile_stage(None, layers, "c", log_decode=False) is None
 
@@ -82,8 +82,8 @@ def test_nothing_is_measured_that_nobody_wants() -> None:
 @given(*[st.integers(0, 2**40)] * 4, st.none() | telemetries)
 def test_the_pieces_of_a_passage_fill_it_whatever_the_times(a, b, c, d, record) -> None:
     arrived, started, computed, now = sorted((a, b, c, d))
-    passage = _Passage(TOKEN, arrived, started, computed)
-    pieces = passage.pieces(now, record)
+    times = _ChunkTimes(TOKEN, arrived, started, computed)
+    pieces = times.pieces(now, record)
     end = computed if record is None else now
     assert sum(usec for _, _, usec in pieces) == end - arrived
     assert all(usec >= 0 for _, _, usec in pieces)
@@ -94,7 +94,7 @@ def test_the_pieces_of_a_passage_fill_it_whatever_the_times(a, b, c, d, record) 
 
 
 def test_a_forwarded_span_is_told_of_with_the_times_of_the_forwarding() -> None:
-    assert _Passage(TOKEN, 100, 110, 150).pieces(500, forwarding(30, 300)) == [
+    assert _ChunkTimes(TOKEN, 100, 110, 150).pieces(500, forwarding(30, 300)) == [
         (Phase.QUEUE, 100, 10),
         (Phase.COMPUTE, 110, 40),
         (Phase.QUEUE, 150, 20),
@@ -109,12 +109,12 @@ def forwarding(send: int, wait: int) -> Telemetry:
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
+def recorder() -> TraceRecorder:
+    return TraceRecorder()
 
 
 @pytest.fixture
-def stage(recorder: Recorder) -> StageProfile:
+def stage(recorder: TraceRecorder) -> StageProfile:
     return StageProfile(recorder, "worker", "data", log_decode=False)
 
 
@@ -129,7 +129,7 @@ def test_a_span_is_told_of_once_when_it_is_done(stage, recorder) -> None:
     stage.relayed(answer)
     seen = recorder.take()
     assert [i.phase for i in seen if i.usec][-1] is Phase.WAIT
-    assert {i.span for i in seen} == {SpanRef(work.session_id, 2, 0, len(PROMPT))}
+    assert {i.chunk for i in seen} == {ChunkRef(work.session_id, 2, 0, len(PROMPT))}
     stage.relayed(answer)
     assert recorder.take() == []
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
-from ds4py.wire.conversation import Conversation, Role, Side, State
+from ds4py.wire.conversation import ProtocolState, Role, Side, State
 from ds4py.wire.frames import EXT_HELLO, ExtType, FrameType
 
 # One letter a frame. The driver speaks: W work, S save request, L load begin, c chunk, X extension
@@ -88,7 +88,7 @@ def test_both_sides_accept_exactly_what_the_grammar_says(text, control):
     grammar = CONTROL if control else DATA
     driver_role = Role.COORDINATOR_CONTROL if control else Role.DATA_DRIVER
     server_role = Role.WORKER_CONTROL if control else Role.DATA_SERVER
-    ends = [(Conversation(driver_role), Side.DRIVER), (Conversation(server_role), Side.SERVER)]
+    ends = [(ProtocolState(driver_role), Side.DRIVER), (ProtocolState(server_role), Side.SERVER)]
     for n, letter in enumerate(text):
         sender = LETTERS[letter][0]
         if grammar_allows(text[: n + 1], grammar):
@@ -105,7 +105,7 @@ def test_both_sides_accept_exactly_what_the_grammar_says(text, control):
 
 
 def run(role, text):
-    conversation = Conversation(role)
+    conversation = ProtocolState(role)
     us = role.value[0]
     for letter in text:
         step(conversation, us, letter)

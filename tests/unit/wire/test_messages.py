@@ -27,7 +27,7 @@ from ds4py.wire.messages import (
     error_result,
     forwarded,
 )
-from ds4py.wire.route import RouteEntry
+from ds4py.wire.route import HopEntry
 from ds4py.wire.work_messages import RelayedResult, ResultHeader
 from tests.strategies import attempt, joined, messages, read_frames, results, telemetries, works
 
@@ -180,7 +180,7 @@ def test_a_token_that_is_no_u32_is_our_bug():
 
 def test_payloads_go_out_as_pieces_of_their_own():
     payload = bytearray(24)
-    work = forwarded(WORK, RouteEntry("h", 1, 3, 3), memoryview(payload), 16)
+    work = forwarded(WORK, HopEntry("h", 1, 3, 3), memoryview(payload), 16)
     head, hidden, route = encode(work)
     payload[0] = 1
     assert len(head) == 12 + 80 + 12
@@ -193,7 +193,7 @@ def test_a_float_view_counts_in_bytes():
     assert head[:12] == encode_header(4, 40 + 16)
     assert len(payload) == 16
     floats = memoryview(np.ones(6, np.float32))
-    (frame,) = read_frames(joined(encode(forwarded(WORK, RouteEntry("h", 1, 3, 3), floats, 32))))
+    (frame,) = read_frames(joined(encode(forwarded(WORK, HopEntry("h", 1, 3, 3), floats, 32))))
     work = decode(frame)
     assert isinstance(work, Work)
     assert work.input_hc_bytes == 24
@@ -202,7 +202,7 @@ def test_a_float_view_counts_in_bytes():
 @pytest.mark.parametrize(("has_output", "flags"), [(True, 0xF), (False, 0xD)])
 def test_forwarding_rewrites_exactly_the_fields_of_the_spec(has_output, flags):
     out = memoryview(bytes(range(24)))
-    entry = RouteEntry("10.0.0.3", 40002, 3, 3, has_output)
+    entry = HopEntry("10.0.0.3", 40002, 3, 3, has_output)
     work = forwarded(WORK, entry, out, 16)
     changed = {k for k in Work.__slots__ if getattr(work, k) != getattr(WORK, k)}
     assert changed - {"flags"} == {
@@ -213,9 +213,9 @@ def test_forwarding_rewrites_exactly_the_fields_of_the_spec(has_output, flags):
 
 
 def test_a_token_only_work_gains_its_input_flag_when_forwarded():
-    first = forwarded(WORK, RouteEntry("h", 1, 3, 3), memoryview(b""), 32)
+    first = forwarded(WORK, HopEntry("h", 1, 3, 3), memoryview(b""), 32)
     work = Work(**{k: getattr(first, k) for k in Work.__slots__} | {"flags": 0x4})
-    assert forwarded(work, RouteEntry("h", 1, 3, 3), memoryview(b"1"), 8).flags == 0x5
+    assert forwarded(work, HopEntry("h", 1, 3, 3), memoryview(b"1"), 8).flags == 0x5
 
 
 @given(works)
@@ -227,7 +227,7 @@ def test_bits_zero_means_32(work):
 def test_logits_are_asked_of_the_next_hop_by_its_own_entry_only(has_output):
     asked = WORK.flags | WorkFlags.OUTPUT_LOGITS
     work = Work(**{k: getattr(WORK, k) for k in Work.__slots__} | {"flags": asked})
-    onward = forwarded(work, RouteEntry("h", 1, 3, 3, has_output), memoryview(b""), 32)
+    onward = forwarded(work, HopEntry("h", 1, 3, 3, has_output), memoryview(b""), 32)
     assert onward.flags == (asked if has_output else WORK.flags)
 
 

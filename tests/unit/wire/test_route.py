@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
-from ds4py.wire.route import RouteEntry, decode_route, encode_route
+from ds4py.wire.route import HopEntry, decode_route, encode_route
 from tests.strategies import attempt, routes
 
 TWO_HOPS = bytes.fromhex(
@@ -31,7 +31,7 @@ def refusal(blob, count=1, n_layers=6):
 
 
 def test_the_two_hop_example_of_the_spec():
-    hops = (RouteEntry("10.0.0.2", 40001, 2, 2), RouteEntry("10.0.0.3", 40002, 3, 3, True))
+    hops = (HopEntry("10.0.0.2", 40001, 2, 2), HopEntry("10.0.0.3", 40002, 3, 3, True))
     assert encode_route(hops) == TWO_HOPS
     assert decode_route(memoryview(TWO_HOPS), 2, 4) == hops
 
@@ -135,13 +135,13 @@ def test_no_hops_make_a_legal_empty_blob():
 @pytest.mark.parametrize(
     "entries",
     [
-        [RouteEntry("", 1, 0, 1)],
-        [RouteEntry("a\0", 1, 0, 1)],
-        [RouteEntry("h", 0, 0, 1)],
-        [RouteEntry("h", 1, 0, 1), RouteEntry("h", 1, 3, 3)],
-        [RouteEntry("h", 1, 0, 1, True), RouteEntry("h", 1, 2, 3)],
-        [RouteEntry("h", 2**32, 0, 1)],
-        [RouteEntry("host\N{SNOWMAN}", 1, 0, 1)],
+        [HopEntry("", 1, 0, 1)],
+        [HopEntry("a\0", 1, 0, 1)],
+        [HopEntry("h", 0, 0, 1)],
+        [HopEntry("h", 1, 0, 1), HopEntry("h", 1, 3, 3)],
+        [HopEntry("h", 1, 0, 1, True), HopEntry("h", 1, 2, 3)],
+        [HopEntry("h", 2**32, 0, 1)],
+        [HopEntry("host\N{SNOWMAN}", 1, 0, 1)],
     ],
 )
 def test_a_route_that_peers_refuse_is_not_sent(entries):
@@ -150,6 +150,6 @@ def test_a_route_that_peers_refuse_is_not_sent(entries):
 
 
 def test_entries_print_as_addresses_without_control_characters():
-    assert str(RouteEntry("10.0.0.2", 7, 0, 0)) == "10.0.0.2:7"
-    assert str(RouteEntry("fe80::1%en0", 7, 0, 0)) == "[fe80::1%en0]:7"
-    assert "\n" not in str(RouteEntry("a\nb", 7, 0, 0))
+    assert str(HopEntry("10.0.0.2", 7, 0, 0)) == "10.0.0.2:7"
+    assert str(HopEntry("fe80::1%en0", 7, 0, 0)) == "[fe80::1%en0]:7"
+    assert "\n" not in str(HopEntry("a\nb", 7, 0, 0))

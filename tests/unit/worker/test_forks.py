@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.contracts import SessionId, SliceWork
+from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.wire.extensions import Fork
 from ds4py.wire.prefix_hash import prefix_hash
 from ds4py.worker.worker import Worker
@@ -43,8 +43,8 @@ def tell(d: Driver, head: Sequence[int], *, source: int = SOURCE, target: int = 
 
 
 def held(worker: Worker, session: int) -> list[int] | None:
-    line = worker._stage.timelines.get(SessionId(session))
-    return None if line is None else line.tokens
+    cached = worker._stage.session_table.get(SessionId(session))
+    return None if cached is None else cached.tokens
 
 
 @given(n_tokens=st.integers(1, len(PROMPT)), before=st.lists(st.integers(0, 96), max_size=9))
@@ -92,7 +92,7 @@ def test_what_a_stage_does_not_hold_is_not_copied_and_changes_nothing(notice) ->
 def test_a_copy_waits_for_spans_of_its_session_that_were_sent_before() -> None:
     entered, resume = threading.Event(), threading.Event()
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if work.session == TARGET:
             entered.set()
             assert resume.wait(DEADLINE)
@@ -109,7 +109,7 @@ def test_a_copy_waits_for_spans_of_its_session_that_were_sent_before() -> None:
 
 
 def test_a_device_that_failed_in_the_middle_of_the_original_makes_it_useless() -> None:
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if 13 in work.tokens:
             raise RuntimeError("out of memory")
 
@@ -127,7 +127,7 @@ def test_orphans_give_way_but_never_the_original(limit) -> None:
         with driver(worker.address, WHOLE) as gone:
             gone.check([], PROMPT, session=THIRD)
             gone.check([], PROMPT, session=SOURCE)
-        wait_until(lambda: not worker._stage.timelines.get(SOURCE).owners, "they are orphans")
+        wait_until(lambda: not worker._stage.session_table.get(SOURCE).owners, "they are orphans")
         tell(d, PROMPT)
         d.check(PROMPT[:7], [50], session=TARGET)
         assert runner.forked == [len(PROMPT)]
@@ -146,7 +146,7 @@ def test_without_room_for_a_copy_the_original_goes_on() -> None:
         assert "KV cache: session slots" in d.refused(PROMPT, [50], session=TARGET)
         d.check(PROMPT, [3], session=SOURCE)
         assert runner.forked == []
-        assert len(worker._stage.timelines) == 1
+        assert len(worker._stage.session_table) == 1
 
 
 def test_a_copy_belongs_to_the_connection_that_asked_for_it() -> None:
@@ -157,7 +157,7 @@ def test_a_copy_belongs_to_the_connection_that_asked_for_it() -> None:
             tell(other, PROMPT[:4])
             wait_until(lambda: held(worker, TARGET) == PROMPT[:4], "it is copied")
             assert "session slots" in d.refused([], [1], session=THIRD)
-        wait_until(lambda: not worker._stage.timelines.get(TARGET).owners, "nobody owns it")
+        wait_until(lambda: not worker._stage.session_table.get(TARGET).owners, "nobody owns it")
         d.check([], [1], session=THIRD)
         assert held(worker, TARGET) is None
 
@@ -165,7 +165,7 @@ def test_a_copy_belongs_to_the_connection_that_asked_for_it() -> None:
 def test_a_copy_for_a_connection_that_has_ended_meanwhile_belongs_to_nobody() -> None:
     entered, resume = threading.Event(), threading.Event()
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if work.session == THIRD:
             entered.set()
             assert resume.wait(DEADLINE)
@@ -184,5 +184,5 @@ def test_a_copy_for_a_connection_that_has_ended_meanwhile_belongs_to_nobody() ->
         assert d.answer().status == 0
         wait_until(lambda: held(worker, TARGET) == PROMPT[:4], "it is copied")
         d.check(PROMPT, [3], session=SOURCE)  # behind the copy on the device
-        assert worker._stage.timelines.get(SessionId(TARGET)).owners == set()
+        assert worker._stage.session_table.get(SessionId(TARGET)).owners == set()
         assert runner.forked == [4]

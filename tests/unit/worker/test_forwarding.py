@@ -17,7 +17,7 @@ from ds4py.errors import ConnectError
 from ds4py.transport.sockets import connect, listen, local_address
 from ds4py.wire.frames import FrameType, encode_frame
 from ds4py.wire.messages import Telemetry, WorkFlags, encode, error_result
-from ds4py.wire.route import RouteEntry
+from ds4py.wire.route import HopEntry
 from ds4py.worker import worker as worker_module
 from ds4py.worker.forwarder import _MAX_NEXT_HOPS, Forwarder
 from tests.clusters import span, start_worker, wait_until
@@ -49,7 +49,7 @@ def scene(**fields: object) -> Iterator[tuple[Driver, NextHop]]:
 
 def first_half(tokens) -> np.ndarray:
     x = embed(tokens)
-    for layer in FIRST.layers:
+    for layer in FIRST.indices:
         x = fake_layer(layer, np.zeros((0, 8), np.float32), x)
     return x
 
@@ -235,7 +235,7 @@ def test_an_unreachable_next_hop_is_an_error_and_upstream_lives(monkeypatch) -> 
 @pytest.mark.parametrize("host", ["a..b", "x" * 1000, "\xff\xfe", "0.0.0.0"])
 def test_a_route_with_a_nonsense_host_is_an_error_and_upstream_lives(host) -> None:
     with middle(Address("127.0.0.1", 9)) as d:
-        d.hops = (d.hops[0], RouteEntry(host, 7000, 3, 5, has_output=True))
+        d.hops = (d.hops[0], HopEntry(host, 7000, 3, 5, has_output=True))
         assert d.refused([], [5])
         assert d.refused([], [5])
 
@@ -354,7 +354,7 @@ def test_a_driver_that_names_ever_new_hops_keeps_few_forwarders(monkeypatch) -> 
     monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=1))
     with middle(Address("127.0.0.1", 9)) as d:
         for n in range(_MAX_NEXT_HOPS + 5):
-            d.hops = (d.hops[0], RouteEntry(f"127.0.0.{n + 1}", 9, 3, 5, has_output=True))
+            d.hops = (d.hops[0], HopEntry(f"127.0.0.{n + 1}", 9, 3, 5, has_output=True))
             assert "unable to connect" in d.refused([], [5])
         (upstream,) = d.worker._upstreams  # type: ignore[attr-defined]
         assert len(upstream._forwarders._by_address) == _MAX_NEXT_HOPS

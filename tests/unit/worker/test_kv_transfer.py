@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from ds4py.activations import HiddenBatch
-from ds4py.contracts import CacheForm, SessionId, SliceWork
+from ds4py.contracts import CacheForm, ForwardRequest, SessionId
 from ds4py.errors import PeerClosedError
 from ds4py.peer import shard_transfer
 from ds4py.snapshot import CacheSizes, Capacities, Shard, write_dsvl
 from ds4py.wire.frames import MAX_CHUNK_DATA, FrameType, encode_frame, worker_limits
 from ds4py.wire.messages import SnapshotBegin, SnapshotDone, decode, encode
 from ds4py.wire.prefix_hash import extend, prefix_hash
-from ds4py.worker.connection import Upstream
+from ds4py.worker.connection import DataConnection
 from ds4py.worker.worker import Worker
 from tests.clusters import span, start_worker, wait_until
 from tests.fake_runner import N_VOCAB, WIDTH, FakeRunner, card, reference_logits
@@ -50,7 +50,7 @@ def serving(runner: FakeRunner | None = None, **fields: object) -> Iterator[tupl
     runner = runner or FakeRunner(**fields)  # type: ignore[arg-type]
     worker = start_worker(runner)
     try:
-        with driver(worker.address, entry(runner.span)) as d:
+        with driver(worker.address, entry(runner.layers)) as d:
             yield worker, d
     finally:
         worker.close()
@@ -59,12 +59,14 @@ def serving(runner: FakeRunner | None = None, **fields: object) -> Iterator[tupl
 def payload_of(tokens: Sequence[int], runner: FakeRunner | None = None) -> bytes:
     """The shard of all layers after some tokens."""
     runner = runner or FakeRunner()
-    work = SliceWork(session=SessionId(9), tokens=tuple(tokens), pos0=0, hidden=None, reset=True)
+    work = ForwardRequest(
+        session=SessionId(9), tokens=tuple(tokens), pos0=0, hidden=None, reset=True
+    )
     runner.run([work])
     return b"".join(runner.save_cache(SessionId(9)))
 
 
-def serves(upstream: Upstream, d: Driver) -> bool:
+def serves(upstream: DataConnection, d: Driver) -> bool:
     return upstream._connection.peer.port == d.connection.local.port
 
 
@@ -153,7 +155,7 @@ def wide_payload(tokens: Sequence[int]) -> bytes:
     rows = [np.stack([row + k + 1000 * layer for k in range(len(tokens))]) for layer in (1, 2)]
     shard = Shard(
         sizes=sizes,
-        span=span("1-2"),
+        layer_range=span("1-2"),
         capacities=Capacities.of(N_CTX, 4096),
         n_tokens=len(tokens),
         layers=[[layer] for layer in rows],
@@ -375,7 +377,7 @@ def test_a_transfer_whose_connection_was_closed_meanwhile_changes_nothing() -> N
     """The shard is complete, but the device is busy with another session until after the close."""
     payload, busy, go_on = payload_of(PROMPT), threading.Event(), threading.Event()
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if work.session == SessionId(5):
             busy.set()
             assert go_on.wait(20)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ds4py.config import CoordinatorConfig
-from ds4py.contracts import SliceWork
+from ds4py.contracts import ForwardRequest
 from ds4py.errors import CancelledError, TransportTimeoutError
 from ds4py.wire.extensions import Cancel, Drop, Fork, HopLost
 from ds4py.wire.frames import FrameType
@@ -35,7 +35,7 @@ class Gate:
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
 
-    def __call__(self, work: SliceWork) -> None:
+    def __call__(self, work: ForwardRequest) -> None:
         self.entered.set()
         assert self.open.wait(20)
 
@@ -83,7 +83,7 @@ def test_spans_that_have_not_begun_are_left_out_and_each_still_gets_its_result()
         d.ask([1, 1, 2, 2], [3, 3])
         other.ask([], [9], session=2, request_id=2)  # another session: not meant
         d.connection.send(Cancel(1, 3).encode())
-        wait_until(lambda: worker._stage.called_off.covers(1, 3), "the notice was read")
+        wait_until(lambda: worker._stage.aborted.covers(1, 3), "the notice was read")
         gate.open.set()
         answers = [d.answer() for _ in range(3)]
         assert [(a.request_id, a.status) for a in answers] == [(1, 0), (2, 1), (3, 1)]
@@ -100,7 +100,7 @@ def test_a_cancel_may_come_before_the_spans_that_it_means() -> None:
     with driver(worker.address, WHOLE) as control, driver(worker.address, WHOLE) as d:
         greet(control.connection)
         control.connection.send(Cancel(1, 2).encode())
-        wait_until(lambda: worker._stage.called_off.covers(1, 2), "the notice was read")
+        wait_until(lambda: worker._stage.aborted.covers(1, 2), "the notice was read")
         assert [d.refused([], [1]), d.refused([], [2])] == ["cancelled"] * 2
         d.check([], [3])
     worker.close()
@@ -160,7 +160,7 @@ def test_notices_are_for_peers_that_have_introduced_themselves(notice) -> None:
 
 
 def held_sessions(c: Cluster) -> list[int]:
-    return [len(w._stage.timelines) for w in c.workers]
+    return [len(w._stage.session_table) for w in c.workers]
 
 
 @pytest.mark.parametrize("dial_in", [False, True])
@@ -188,7 +188,7 @@ def cancelling(local: str | None, cuts: list[str], **fields: object) -> Iterator
     """A prefill in chunks of 2 whose first remote stage stands at the second span; and its end."""
     reached, resume, stop = (threading.Event() for _ in range(3))
 
-    def before(work: SliceWork) -> None:
+    def before(work: ForwardRequest) -> None:
         if work.pos0 == 2 and (local is None or work.hidden is not None):
             reached.set()
             assert resume.wait(20)
@@ -212,7 +212,7 @@ def test_stages_leave_out_what_a_client_no_longer_waits_for(local, cuts, dial_in
     with cancelling(local, cuts, dial_in=dial_in) as (c, session, prefill, resume):
         session_id = session.session_id
         for worker in c.workers:
-            wait_until(lambda w=worker: w._stage.called_off.covers(session_id, 3), "it is told")
+            wait_until(lambda w=worker: w._stage.aborted.covers(session_id, 3), "it is told")
         resume.set()
         with pytest.raises(CancelledError):
             prefill.result()
@@ -230,11 +230,11 @@ def test_stages_that_can_not_rewind_stay_equal_so_that_what_is_done_is_kept() ->
     """The first stage alone leaves spans out; the others do what comes through it."""
     with cancelling(None, ["0-2", "3-5"], can_rewind=False) as (c, session, prefill, resume):
         first, second = c.workers
-        wait_until(lambda: first._stage.called_off.covers(session.session_id, 3), "it is told")
+        wait_until(lambda: first._stage.aborted.covers(session.session_id, 3), "it is told")
         resume.set()
         with pytest.raises(CancelledError):
             prefill.result()
-        assert not second._stage.called_off._last
+        assert not second._stage.aborted._last
         runners = [w._stage.device.runner for w in c.workers]
         assert [r.evaluated for r in runners] == [[(0, 2), (2, 2)]] * 2
         result = session.sync(PROMPT)
@@ -249,7 +249,7 @@ def test_with_own_layers_that_can_not_rewind_nothing_is_left_out() -> None:
         with pytest.raises(CancelledError):
             prefill.result()
         (worker,) = c.workers
-        assert not worker._stage.called_off._last
+        assert not worker._stage.aborted._last
         n_done = len(worker._stage.device.runner.evaluated)
         assert session.sync(PROMPT).n_cached == 2 * n_done > 4
         np.testing.assert_array_equal(session.eval(7), reference_logits([*PROMPT, 7]))
@@ -279,7 +279,7 @@ def test_after_a_cancel_a_route_that_can_not_rewind_starts_anew() -> None:
     """The stages were left uneven, and now one of them is another that can not be cut back."""
     with cancelling(None, ["0-5"]) as (c, session, prefill, resume):
         (old,) = c.workers
-        wait_until(lambda: old._stage.called_off.covers(session.session_id, 3), "it is told")
+        wait_until(lambda: old._stage.aborted.covers(session.session_id, 3), "it is told")
         resume.set()
         with pytest.raises(CancelledError):
             prefill.result()

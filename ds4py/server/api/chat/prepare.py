@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ds4py.server.api.chat.request import read_chat
 from ds4py.server.api.chat.response import ChatReply
-from ds4py.server.api.prepared import Plan, Service, constraint_of, converse, keeping
+from ds4py.server.api.prepared import PreparedRequest, Service, constraint_of, converse, keeping
 
 
-def chat_dialect(service: Service, body: bytes) -> Plan:
+def prepare_chat(service: Service, body: bytes) -> PreparedRequest:
     """Read a body; see `api.prepared.Dialect`."""
     asked = read_chat(body, service.config.sampling)
     options = asked.options
@@ -23,7 +23,7 @@ def chat_dialect(service: Service, body: bytes) -> Plan:
         param="messages",
         default_system=asked.default_system,
     )
-    return Plan(
+    return PreparedRequest(
         prompt=conversation.prompt,
         options=options,
         reply=lambda n, at, name: ChatReply(
@@ -35,5 +35,5 @@ def chat_dialect(service: Service, body: bytes) -> Plan:
         retry=conversation.retry,
         constraint=constraint_of(service, asked.options),
         conclude=keeping(service, conversation, asked.tools),
-        head=conversation.head,
+        prefix_length=conversation.prefix_length,
     )

@@ -12,7 +12,13 @@ import msgspec
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import MAX_MESSAGES, Message, PastCall, content_text, tool_texts
+from ds4py.server.api.chat_messages import (
+    MAX_MESSAGES,
+    ChatMessage,
+    PastCall,
+    content_text,
+    tool_texts,
+)
 from ds4py.server.api.json_body import count, decode, is_absent, last_given, source, wrong
 from ds4py.server.api.options import OpenAi, Options, openai_options
 
@@ -57,7 +63,7 @@ class ChatRequest:
             of ds4py.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     options: Options
     tools: tuple[str, ...] = ()
     default_system: bool = False
@@ -91,7 +97,7 @@ def read_chat(body: bytes, defaults: SamplingParams) -> ChatRequest:
     return ChatRequest(turns, options, tools, bool(parsed.default_system))
 
 
-def _message(message: _ChatMessage) -> Message | None:
+def _message(message: _ChatMessage) -> ChatMessage | None:
     """Read one turn; a role that ds4 does not know drops it, a missing one means the user."""
     role = message.role or "user"
     if role == "function":
@@ -99,7 +105,7 @@ def _message(message: _ChatMessage) -> Message | None:
     if role not in _ROLES:
         return None
     calls = tuple(call for call in map(_past_call, message.tool_calls or ()) if call)
-    return Message(
+    return ChatMessage(
         role,
         content_text(message.content),
         reasoning=content_text(message.reasoning_content),

@@ -18,9 +18,9 @@ from ds4py.server.requests.events import (
     CallOpened,
     Done,
     LogProb,
-    Piece,
     Ranked,
     Started,
+    TextPiece,
     Written,
 )
 
@@ -31,7 +31,7 @@ class ChatReply(OpenAiReply):
     __slots__ = ()
 
     def whole(self, answer: Answer, done: Done) -> Json:
-        """See `Reply.whole`."""
+        """See `ResponseShape.whole`."""
         message: Json = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -42,16 +42,16 @@ class ChatReply(OpenAiReply):
         return self._object("chat.completion", [choice]) | costs_of(done) | cause(done)
 
     def started(self, event: Started) -> Iterator[bytes]:
-        """See `Reply.started`."""
+        """See `ResponseShape.started`."""
         del event
         yield self._chunk({"role": "assistant"})
 
     def written(self, event: Written) -> Iterator[bytes]:
-        """See `Reply.written`."""
+        """See `ResponseShape.written`."""
         match event:
-            case Piece(reasoning=""):
+            case TextPiece(reasoning=""):
                 yield self._chunk({"content": event.text}, piece=event)
-            case Piece():
+            case TextPiece():
                 yield self._chunk({"reasoning_content": event.reasoning}, piece=event)
             case CallOpened():
                 opened = Call(event.index, event.id, event.name, "")
@@ -63,7 +63,7 @@ class ChatReply(OpenAiReply):
                 pass
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """See `Reply.closing`."""
+        """See `ResponseShape.closing`."""
         yield self._chunk({}, finish=done.finish, more=cause(done))
         if self.include_usage:
             yield data(self._object("chat.completion.chunk", []) | costs_of(done))
@@ -74,7 +74,7 @@ class ChatReply(OpenAiReply):
         delta: Json,
         *,
         finish: str | None = None,
-        piece: Piece = NOTHING,
+        piece: TextPiece = NOTHING,
         more: Json | None = None,
     ) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish}

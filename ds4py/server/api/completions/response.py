@@ -14,8 +14,8 @@ from ds4py.server.requests.events import (
     Answer,
     Done,
     LogProb,
-    Piece,
     Started,
+    TextPiece,
     Written,
 )
 
@@ -26,29 +26,31 @@ class CompletionReply(OpenAiReply):
     __slots__ = ()
 
     def whole(self, answer: Answer, done: Done) -> Json:
-        """See `Reply.whole`."""
+        """See `ResponseShape.whole`."""
         choice: Json = {"text": answer.text, "index": 0, "finish_reason": done.finish}
         choice |= token_ids_of(answer.tokens) | _legacy_logprobs(answer.logprobs)
         return self._object("text_completion", [choice]) | costs_of(done) | cause(done)
 
     def started(self, event: Started) -> Iterator[bytes]:
-        """See `Reply.started`: there is no such chunk."""
+        """See `ResponseShape.started`: there is no such chunk."""
         del event
         yield from ()
 
     def written(self, event: Written) -> Iterator[bytes]:
-        """See `Reply.written`; there are no calls."""
-        if isinstance(event, Piece):
+        """See `ResponseShape.written`; there are no calls."""
+        if isinstance(event, TextPiece):
             yield self._chunk(event)
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """See `Reply.closing`."""
+        """See `ResponseShape.closing`."""
         yield self._chunk(NOTHING, finish=done.finish, more=cause(done))
         if self.include_usage:
             yield data(self._object("text_completion", []) | costs_of(done))
         yield DONE
 
-    def _chunk(self, piece: Piece, *, finish: str | None = None, more: Json | None = None) -> bytes:
+    def _chunk(
+        self, piece: TextPiece, *, finish: str | None = None, more: Json | None = None
+    ) -> bytes:
         choice: Json = {"text": piece.text, "index": 0, "finish_reason": finish}
         choice |= token_ids_of(piece.tokens) | _legacy_logprobs(piece.logprobs)
         return data(self._object("text_completion", [choice]) | (more or {}))

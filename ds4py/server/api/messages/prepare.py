@@ -11,8 +11,8 @@ from dataclasses import replace
 from ds4py.server.api.messages.request import MessagesRequest, read_messages
 from ds4py.server.api.messages.response import MessagesReply
 from ds4py.server.api.prepared import (
-    Conversation,
-    Plan,
+    PreparedConversation,
+    PreparedRequest,
     Service,
     constraint_of,
     converse,
@@ -22,11 +22,11 @@ from ds4py.server.api.prepared import (
 from ds4py.server.requests.prompts import excess
 
 
-def messages_dialect(service: Service, body: bytes) -> Plan:
+def prepare_messages(service: Service, body: bytes) -> PreparedRequest:
     """Read a body; see `api.prepared.Dialect`."""
     asked = _read(service, body)
     conversation = _converse(service, asked, param="messages")
-    return Plan(
+    return PreparedRequest(
         prompt=conversation.prompt,
         options=asked.options,
         reply=lambda n, _, name: MessagesReply(id=f"msg_{n:024d}", model=name),
@@ -37,7 +37,7 @@ def messages_dialect(service: Service, body: bytes) -> Plan:
         retry=conversation.retry,
         constraint=constraint_of(service, asked.options),
         conclude=keeping(service, conversation, asked.tools),
-        head=conversation.head,
+        prefix_length=conversation.prefix_length,
     )
 
 
@@ -62,5 +62,7 @@ def _read(service: Service, body: bytes) -> MessagesRequest:
     return replace(asked, messages=whole.messages, tools=tools)
 
 
-def _converse(service: Service, asked: MessagesRequest, *, param: str | None) -> Conversation:
+def _converse(
+    service: Service, asked: MessagesRequest, *, param: str | None
+) -> PreparedConversation:
     return converse(service, asked.messages, asked.options, tools=asked.tools, param=param)

@@ -14,17 +14,23 @@ import msgspec
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import MAX_MESSAGES, Message, PastCall, content_text, tool_texts
+from ds4py.server.api.chat_messages import (
+    MAX_MESSAGES,
+    ChatMessage,
+    PastCall,
+    content_text,
+    tool_texts,
+)
 from ds4py.server.api.json_body import Number, count, decode, is_absent, source, wrong
 from ds4py.server.api.options import (
-    Form,
     Options,
+    OutputFormat,
     ResponseFormat,
     Sampled,
     Thinking,
     effort_word,
-    form_of,
     model_name,
+    output_format_of,
     sampling_of,
     stop_texts,
     thinking_word,
@@ -90,7 +96,7 @@ class MessagesRequest:
         names_tools: The body says something about tools, if only that there are none.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     options: Options
     tools: tuple[str, ...]
     names_tools: bool
@@ -125,11 +131,11 @@ def read_messages(body: bytes, defaults: SamplingParams) -> MessagesRequest:
     )
 
 
-def _form(parsed: _Body) -> Form | None:
+def _form(parsed: _Body) -> OutputFormat | None:
     """Return what an answer must look like; beside tools nothing can be enforced."""
     config = parsed.output_config
     asked = config.format if config and config.format else parsed.output_format
-    return form_of(asked, "output_config.format")
+    return output_format_of(asked, "output_config.format")
 
 
 def _tools(tools: Sequence[msgspec.Raw] | None) -> tuple[str, ...]:
@@ -165,15 +171,15 @@ def _options(parsed: _Body, defaults: SamplingParams) -> Options:
     )
 
 
-def _system(system: Any) -> Iterator[Message]:
+def _system(system: Any) -> Iterator[ChatMessage]:
     if isinstance(system, list):
         texts = (content_text([block]) for block in system)
         system = "\n".join(text for text in texts if text and not text.startswith(_BILLING))
     if isinstance(system, str) and system:
-        yield Message("system", system)
+        yield ChatMessage("system", system)
 
 
-def _turns(turn: _Turn) -> Iterator[Message]:
+def _turns(turn: _Turn) -> Iterator[ChatMessage]:
     """Read one turn; a user's becomes several, because results of tools are turns elsewhere."""
     role = turn.role or "user"
     if role not in _ROLES:
@@ -187,9 +193,9 @@ def _turns(turn: _Turn) -> Iterator[Message]:
     for block in blocks:
         if block.type == "tool_result":
             if texts:
-                yield Message(role, "".join(texts), continues=yielded)
+                yield ChatMessage(role, "".join(texts), continues=yielded)
                 texts, yielded = [], True
-            yield Message(
+            yield ChatMessage(
                 "tool",
                 content_text(block.content),
                 call_id=block.tool_use_id or "",
@@ -199,7 +205,7 @@ def _turns(turn: _Turn) -> Iterator[Message]:
         elif isinstance(block.text, str):
             texts.append(block.text)
     if texts or not yielded:
-        yield Message(role, "".join(texts), continues=yielded)
+        yield ChatMessage(role, "".join(texts), continues=yielded)
 
 
 def _blocks(content: str | list[_Block | str] | None) -> Sequence[_Block]:
@@ -210,8 +216,8 @@ def _blocks(content: str | list[_Block | str] | None) -> Sequence[_Block]:
     return blocks
 
 
-def _assistant(blocks: Sequence[_Block]) -> Message:
-    return Message(
+def _assistant(blocks: Sequence[_Block]) -> ChatMessage:
+    return ChatMessage(
         "assistant",
         "".join(block.text for block in blocks if isinstance(block.text, str)),
         reasoning="".join(block.thinking for block in blocks if isinstance(block.thinking, str)),

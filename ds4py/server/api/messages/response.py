@@ -21,9 +21,9 @@ from ds4py.server.requests.events import (
     CallFragment,
     CallOpened,
     Done,
-    Piece,
     Started,
     Tally,
+    TextPiece,
     Written,
 )
 
@@ -49,11 +49,11 @@ class MessagesReply:
 
     @property
     def id(self) -> str:
-        """See `Reply.id`."""
+        """See `ResponseShape.id`."""
         return self._id
 
     def whole(self, answer: Answer, done: Done) -> Json:
-        """See `Reply.whole`; a generation that broke off is an error of the whole request."""
+        """See `ResponseShape.whole`; one that broke off is an error of the whole request."""
         if done.error is not None:
             raise done.error
         content: list[Json] = []
@@ -68,20 +68,20 @@ class MessagesReply:
         return message | {"timings": timings_of(done.tally)}
 
     def started(self, event: Started) -> Iterator[bytes]:
-        """See `Reply.started`."""
+        """See `ResponseShape.started`."""
         tally = Tally(n_prompt=event.n_prompt, n_cached=event.n_cached)
         message = self._message([], tally) | {"stop_reason": None, "stop_sequence": None}
         yield _event("message_start", {"message": message})
 
     def written(self, event: Written) -> Iterator[bytes]:
-        """See `Reply.written`."""
+        """See `ResponseShape.written`."""
         match event:
-            case Piece(text="", reasoning=""):
+            case TextPiece(text="", reasoning=""):
                 pass
-            case Piece(reasoning=""):
+            case TextPiece(reasoning=""):
                 yield from self._within("text", {"text": ""})
                 yield self._delta({"type": "text_delta", "text": event.text})
-            case Piece():
+            case TextPiece():
                 yield from self._within("thinking", {"thinking": "", "signature": ""})
                 yield self._delta({"type": "thinking_delta", "thinking": event.reasoning})
             case CallOpened():
@@ -93,7 +93,7 @@ class MessagesReply:
                 yield from self._end_block()
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """See `Reply.closing`."""
+        """See `ResponseShape.closing`."""
         yield from self._end_block()
         if done.error is not None:
             yield self.failure(describe(done.error))
@@ -106,12 +106,12 @@ class MessagesReply:
         yield _event("message_stop", {})
 
     def keepalive(self, doing: str) -> bytes:
-        """See `Reply.keepalive`; comments do not calm the watchdogs of clients."""
+        """See `ResponseShape.keepalive`; comments do not calm the watchdogs of clients."""
         del doing
         return _event("ping", {})
 
     def failure(self, problem: Problem) -> bytes:
-        """See `Reply.failure`."""
+        """See `ResponseShape.failure`."""
         return named("error", problem.anthropic())
 
     def _message(self, content: list[Json], tally: Tally) -> Json:

@@ -10,19 +10,26 @@ from dataclasses import replace
 
 import msgspec
 
-from ds4py.server.api.prepared import Plan, Service, constraint_of, converse, gone_on, keeping
+from ds4py.server.api.prepared import (
+    PreparedRequest,
+    Service,
+    constraint_of,
+    converse,
+    gone_on,
+    keeping,
+)
 from ds4py.server.api.responses.request import ResponsesRequest, read_responses
 from ds4py.server.api.responses.response import ResponsesReply
 from ds4py.server.api.responses.tools import read_tools
 
 
-def responses_dialect(service: Service, body: bytes) -> Plan:
+def prepare_responses(service: Service, body: bytes) -> PreparedRequest:
     """Read a body; see `api.prepared.Dialect`."""
     asked = _read(service, body)
     conversation = converse(
         service, asked.messages, asked.options, tools=asked.toolbox.texts, param="input"
     )
-    return Plan(
+    return PreparedRequest(
         prompt=conversation.prompt,
         options=asked.options,
         reply=lambda _, at, name: ResponsesReply(
@@ -34,7 +41,7 @@ def responses_dialect(service: Service, body: bytes) -> Plan:
         retry=conversation.retry,
         constraint=constraint_of(service, asked.options),
         conclude=keeping(service, conversation, asked.toolbox.sources),
-        head=conversation.head,
+        prefix_length=conversation.prefix_length,
     )
 
 

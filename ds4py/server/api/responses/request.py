@@ -15,15 +15,15 @@ import msgspec
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import MAX_MESSAGES, Message, PastCall
+from ds4py.server.api.chat_messages import MAX_MESSAGES, ChatMessage, PastCall
 from ds4py.server.api.json_body import Number, count, decode, is_absent, last_given, source, wrong
 from ds4py.server.api.options import (
     Options,
     ResponseFormat,
     Sampled,
     effort_word,
-    form_of,
     model_name,
+    output_format_of,
     sampling_of,
     thinking_word,
 )
@@ -100,7 +100,7 @@ class ResponsesRequest:
         names_tools: The body says something about tools, if only that there are none.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     options: Options
     toolbox: Toolbox
     summary: bool
@@ -128,7 +128,7 @@ def read_responses(body: bytes, defaults: SamplingParams) -> ResponsesRequest:
     searches = (item for item in items if item.type == "tool_search_output")
     found = [tool for item in searches for tool in item.tools or ()]
     offered = [] if choice == "none" else [*(parsed.tools or ()), *found]
-    system = [Message("system", parsed.instructions)] if parsed.instructions else []
+    system = [ChatMessage("system", parsed.instructions)] if parsed.instructions else []
     return ResponsesRequest(
         (*system, *_turns(items)),
         _options(parsed, body, defaults),
@@ -170,13 +170,13 @@ def _options(parsed: _Body, body: bytes, defaults: SamplingParams) -> Options:
         sampling=sampling_of(defaults, temperature=parsed.temperature, top_p=parsed.top_p),
         stream=bool(parsed.stream),
         think=word or thinking_word(parsed.model, None, on=None),
-        form=form_of(parsed.text.format if parsed.text else None, "text.format"),
+        form=output_format_of(parsed.text.format if parsed.text else None, "text.format"),
     )
 
 
-def _turns(items: Sequence[_Item]) -> Iterator[Message]:
+def _turns(items: Sequence[_Item]) -> Iterator[ChatMessage]:
     """Read items; calls join the assistant's message before them, reasoning the one behind it."""
-    pending: Message | None = None  # the assistant's turn as far as it was read
+    pending: ChatMessage | None = None  # the assistant's turn as far as it was read
     for n, item in enumerate(items):
         part = _assistants_part(item, n)
         if part is not None:
@@ -193,27 +193,27 @@ def _turns(items: Sequence[_Item]) -> Iterator[Message]:
         yield pending
 
 
-def _assistants_part(item: _Item, n: int) -> Message | None:
+def _assistants_part(item: _Item, n: int) -> ChatMessage | None:
     """Return what an item adds to an assistant's turn; None if it is no part of one."""
     _check_whole(item, n)
     if item.type in _CALLS:
-        return Message("assistant", "", calls=(_call(item, n),))
+        return ChatMessage("assistant", "", calls=(_call(item, n),))
     if item.type == "reasoning":
         texts = [_text(item.summary, n), _text(item.content, n)]
-        return Message("assistant", "", reasoning="\n".join(filter(None, texts)))
+        return ChatMessage("assistant", "", reasoning="\n".join(filter(None, texts)))
     if item.type in (None, "message") and item.role == "assistant":
-        return Message("assistant", _text(item.content, n))
+        return ChatMessage("assistant", _text(item.content, n))
     return None
 
 
-def _joins(before: Message, part: Message) -> bool:
+def _joins(before: ChatMessage, part: ChatMessage) -> bool:
     """Tell whether a part belongs to the same turn as those before it."""
     if part.calls:
         return True
     return not (before.content or before.calls)
 
 
-def _joined(before: Message, part: Message) -> Message:
+def _joined(before: ChatMessage, part: ChatMessage) -> ChatMessage:
     return replace(
         before,
         content=before.content + part.content,
@@ -222,15 +222,15 @@ def _joined(before: Message, part: Message) -> Message:
     )
 
 
-def _other(item: _Item, n: int) -> Iterator[Message]:
+def _other(item: _Item, n: int) -> Iterator[ChatMessage]:
     if item.type in _SKIPPED:
         return
     if item.type in _RESULTS:
-        yield Message("tool", _output(item, n), call_id=item.call_id or "")
+        yield ChatMessage("tool", _output(item, n), call_id=item.call_id or "")
     elif item.type in (None, "message"):
         role = item.role or "user"
         if role in _ROLES:
-            yield Message(role, _text(item.content, n))
+            yield ChatMessage(role, _text(item.content, n))
     else:
         known = ", ".join(["message", "reasoning", *_CALLS, "and their outputs"])
         raise RequestError(

@@ -22,9 +22,9 @@ from ds4py.server.requests.events import (
     CallFragment,
     CallOpened,
     Done,
-    Piece,
     Started,
     Tally,
+    TextPiece,
     Written,
 )
 
@@ -54,16 +54,16 @@ class ResponsesReply:
 
     @property
     def id(self) -> str:
-        """See `Reply.id`."""
+        """See `ResponseShape.id`."""
         return self._id
 
     def whole(self, answer: Answer, done: Done) -> Json:
-        """See `Reply.whole`: what the stream of the same events would end with."""
+        """See `ResponseShape.whole`: what the stream of the same events would end with."""
         events: list[Written] = []
         if answer.reasoning:
-            events.append(Piece("", reasoning=answer.reasoning))
+            events.append(TextPiece("", reasoning=answer.reasoning))
         if answer.text:
-            events.append(Piece(answer.text))
+            events.append(TextPiece(answer.text))
         for call in answer.calls:
             events += [CallOpened(call.index, call.id, call.name)]
             events += [CallFragment(call.index, call.arguments), CallClosed(call.index)]
@@ -75,20 +75,20 @@ class ResponsesReply:
         return self._final(done) | {"timings": timings_of(done.tally)}
 
     def started(self, event: Started) -> Iterator[bytes]:
-        """See `Reply.started`; a keepalive may have told it already."""
+        """See `ResponseShape.started`; a keepalive may have told it already."""
         del event
         if not self._created_told:
             yield self._alive()
 
     def written(self, event: Written) -> Iterator[bytes]:
-        """See `Reply.written`."""
+        """See `ResponseShape.written`."""
         match event:
-            case Piece(text="", reasoning=""):
+            case TextPiece(text="", reasoning=""):
                 pass
-            case Piece(reasoning=""):
+            case TextPiece(reasoning=""):
                 yield from self._within(_Message)
                 yield from self._grow(event.text)
-            case Piece():
+            case TextPiece():
                 if self._summary:
                     yield from self._within(_Reasoning)
                     yield from self._grow(event.reasoning)
@@ -101,17 +101,17 @@ class ResponsesReply:
                 yield from self._close()
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """See `Reply.closing`."""
+        """See `ResponseShape.closing`."""
         yield from self._end(done)
         final = self._final(done)
         yield self._event(f"response.{final['status']}", {"response": final})
 
     def keepalive(self, doing: str) -> bytes:
-        """See `Reply.keepalive`; Codex gives up streams without events, and comments are none."""
+        """See `ResponseShape.keepalive`: an event, since Codex does not count comments."""
         return comment(doing) + self._alive()
 
     def failure(self, problem: Problem) -> bytes:
-        """See `Reply.failure`."""
+        """See `ResponseShape.failure`."""
         return named("error", {"error": problem.body(in_stream=True)})
 
     def _alive(self) -> bytes:

@@ -6,39 +6,44 @@ import numpy as np
 import pytest
 
 from ds4py.activations import HiddenBatch
-from ds4py.bench.selfcheck.hop import frame_rates, hop_medians, stub_session
-from ds4py.bench.selfcheck.null_runner import WIDTH, StubRunner
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.bench.selfcheck.hop import frame_rates, hop_medians, null_session
+from ds4py.bench.selfcheck.null_runner import WIDTH, NullRunner
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.errors import SnapshotError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 
 ONE = SessionId(1)
 
 
-def work(want: Want, hidden: HiddenBatch | None = None) -> SliceWork:
-    return SliceWork(session=ONE, tokens=(5,), pos0=3, hidden=hidden, want=want)
+def work(want: OutputKind, hidden: HiddenBatch | None = None) -> ForwardRequest:
+    return ForwardRequest(session=ONE, tokens=(5,), pos0=3, hidden=hidden, output_kind=want)
 
 
 def test_a_stub_hands_back_what_it_got_or_the_same_logits() -> None:
-    stub = StubRunner(LayerSpan(1, 1, has_output=True), 2)
+    stub = NullRunner(LayerRange(1, 1, has_output=True), 2)
     hidden = HiddenBatch.pack(np.full((1, WIDTH), 2, np.float32), 32)
     got, made, logits, nothing = (
         stub.run([work(*wanted)])[0]
-        for wanted in ((Want.HIDDEN, hidden), (Want.HIDDEN,), (Want.LOGITS,), (Want.NOTHING,))
+        for wanted in (
+            (OutputKind.HIDDEN, hidden),
+            (OutputKind.HIDDEN,),
+            (OutputKind.LOGITS,),
+            (OutputKind.NOTHING,),
+        )
     )
-    assert isinstance(got, SliceOutput)
+    assert isinstance(got, ForwardOutput)
     assert got.hidden is hidden
-    assert isinstance(made, SliceOutput)
+    assert isinstance(made, ForwardOutput)
     assert made.hidden is not None
     assert made.hidden.data.nbytes == 64 << 10
-    assert isinstance(logits, SliceOutput)
+    assert isinstance(logits, ForwardOutput)
     assert logits.logits is not None
-    assert nothing == SliceOutput()
+    assert nothing == ForwardOutput()
 
 
 def test_a_stub_knows_lengths_and_has_no_cache() -> None:
-    stub = StubRunner(LayerSpan(0, 0, has_output=False), 2)
-    stub.run([work(Want.HIDDEN)])
+    stub = NullRunner(LayerRange(0, 0, has_output=False), 2)
+    stub.run([work(OutputKind.HIDDEN)])
     assert stub.length(ONE) == 4
     stub.rewind(ONE, 2)
     assert stub.length(ONE) == 2
@@ -51,7 +56,7 @@ def test_a_stub_knows_lengths_and_has_no_cache() -> None:
 
 
 def test_a_token_walks_over_every_stub() -> None:
-    with stub_session(2) as session:
+    with null_session(2) as session:
         session.sync([1])
         assert session.eval(2).shape == (256,)
         assert list(session.tokens) == [1, 2]

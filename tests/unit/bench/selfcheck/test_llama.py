@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds4py.bench.selfcheck import llama
-from ds4py.bench.selfcheck.timers import Job
+from ds4py.bench.selfcheck.timers import TimedJob
 from ds4py.errors import ClusterError, ConfigError
 
 
@@ -54,12 +54,12 @@ print(json.dumps([{"avg_ts": rates[kind]}]))
 
 def test_llama_bench_is_run_once_for_each_job(tmp_path: Path) -> None:
     subject = llama.llama_bench(program(tmp_path, BENCH), Path("m.gguf"))
-    assert subject.run(Job("prefill", 512)) == 2.0
-    assert subject.run(Job("decode", 64)) == 2.0
+    assert subject.run(TimedJob("prefill", 512)) == 2.0
+    assert subject.run(TimedJob("decode", 64)) == 2.0
 
 
 @pytest.mark.parametrize("text", ["print('usage: ...')", "print('[]')", "print('[{}]')"])
 def test_other_programs_are_no_llama_bench(tmp_path: Path, text: str) -> None:
     subject = llama.llama_bench(program(tmp_path, text), Path("m.gguf"))
     with pytest.raises(ClusterError, match="unexpected output"):
-        subject.run(Job("prefill", 512))
+        subject.run(TimedJob("prefill", 512))

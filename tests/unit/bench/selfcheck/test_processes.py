@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from ds4py.bench.selfcheck.processes import (
-    Subject,
+    TimedProcess,
     WorkerSettings,
     available_cores,
     child,
@@ -19,12 +19,12 @@ from ds4py.bench.selfcheck.processes import (
     told_rates,
     whole_model,
 )
-from ds4py.bench.selfcheck.timers import Job
+from ds4py.bench.selfcheck.timers import TimedJob
 from ds4py.errors import ClusterError
 from ds4py.layer_range import balanced_cuts
 from tests.toys import toy_llama
 
-PREFILL, DECODE = Job("prefill", 100), Job("decode", 10)
+PREFILL, DECODE = TimedJob("prefill", 100), TimedJob("decode", 10)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everybody_does_every_job_once_a_round_in_changing_order() -> None:
-    done: list[tuple[str, Job]] = []
+    done: list[tuple[str, TimedJob]] = []
 
-    def subject(name: str, seconds: float) -> Subject:
-        def run(job: Job) -> float:
+    def subject(name: str, seconds: float) -> TimedProcess:
+        def run(job: TimedJob) -> float:
             done.append((name, job))
             return seconds
 
-        return Subject(name, run)
+        return TimedProcess(name, run)
 
     told: list[str] = []
     subjects = (subject("a", 2.0), subject("b", 0.5))
@@ -61,8 +61,8 @@ def test_everybody_does_every_job_once_a_round_in_changing_order() -> None:
 
 
 @pytest.mark.parametrize("job", [PREFILL, DECODE])
-def test_a_job_survives_its_way_to_a_child(job: Job) -> None:
-    assert Job.parse(f"{job}\n") == job
+def test_a_job_survives_its_way_to_a_child(job: TimedJob) -> None:
+    assert TimedJob.parse(f"{job}\n") == job
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -123,12 +123,12 @@ def test_the_cores_are_those_of_this_process() -> None:
 
 def test_a_whole_model_in_a_child_is_timed(toy: Path) -> None:
     with child("ds4py", whole_model(toy, n_ctx=256, chunk=16)) as subject:
-        assert 0 < subject.run(Job("prefill", 64)) < 60
-        assert 0 < subject.run(Job("decode", 2)) < 60
+        assert 0 < subject.run(TimedJob("prefill", 64)) < 60
+        assert 0 < subject.run(TimedJob("decode", 2)) < 60
 
 
 def test_a_route_of_workers_is_timed_and_accounts_for_its_time(toy: Path) -> None:
-    job, cuts = Job("prefill", 64), balanced_cuts([1, 1], 2)
+    job, cuts = TimedJob("prefill", 64), balanced_cuts([1, 1], 2)
     with route(toy, cuts, WorkerSettings(n_ctx=256), chunk=16) as under_test:
         assert 0 < under_test.subject("2 workers").run(job) < 60
         stages = under_test.backend.health().stages

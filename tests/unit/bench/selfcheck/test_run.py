@@ -15,7 +15,7 @@ from ds4py.bench.selfcheck import cpu, pipeline, run, targets
 from ds4py.bench.selfcheck.llama import Llama
 from ds4py.bench.selfcheck.sections import SMOLLM2, Bench
 from ds4py.bench.selfcheck.targets import Finding, Verdict, found
-from ds4py.bench.selfcheck.timers import Job
+from ds4py.bench.selfcheck.timers import TimedJob
 from ds4py.errors import ClusterError, ConfigError
 from ds4py.tracing.events import COORDINATOR, Shares
 
@@ -42,12 +42,12 @@ def test_sections_run_in_their_own_order_and_by_default_all_of_them() -> None:
 
 
 def test_every_section_has_bars_and_every_bar_a_section() -> None:
-    assert {bar.section for bar in targets.ALL} == set(run.SECTIONS)
+    assert {target.section for target in targets.ALL} == set(run.SECTIONS)
 
 
 def test_without_llama_cpp_the_section_says_how_to_get_it(bench: Bench) -> None:
     findings = list(cpu.measure(bench))
-    assert {finding.bar for finding in findings} == {
+    assert {finding.target for finding in findings} == {
         *targets.PREFILL.values(),
         *targets.DECODE.values(),
     }
@@ -60,7 +60,7 @@ def test_a_missing_model_says_what_makes_it(bench: Bench) -> None:
     with_llama = replace(bench, llama=Llama(Path("python"), has_rpc=False))
     findings = [*cpu.measure(with_llama), *pipeline.measure(with_llama)]
     assert {finding.verdict for finding in findings} == {Verdict.NOT_RUN}
-    details = {finding.bar: finding.detail for finding in findings}
+    details = {finding.target: finding.detail for finding in findings}
     assert "tools/get_models.py smollm2" in details[targets.RPC]
     assert "--mix Q8_0" in details[targets.DECODE["1B Q8_0"]]
 
@@ -80,12 +80,12 @@ def test_a_section_that_fails_keeps_what_it_has_found(
 
     monkeypatch.setitem(run.SECTIONS, "start", breaks)
     findings = run.run(bench, ["start", "cpu"])
-    start = {f.bar: f for f in findings if f.bar.section == "start"}
+    start = {f.target: f for f in findings if f.target.section == "start"}
     assert start[targets.HELP].verdict is Verdict.PASS
     assert start[targets.MEMORY].verdict is Verdict.FAILED
     assert start[targets.MEMORY].detail == "the worker is gone"
     assert len(start) == 4
-    assert sum(f.bar.section == "cpu" for f in findings) == 6
+    assert sum(f.target.section == "cpu" for f in findings) == 6
 
 
 def test_the_report_has_a_line_for_each_bar_and_one_json_object(bench: Bench) -> None:
@@ -117,7 +117,7 @@ def test_the_report_has_a_line_for_each_bar_and_one_json_object(bench: Bench) ->
 def test_a_route_is_compared_with_what_its_cores_allow(
     bench: Bench, cores: int, value: float, verdict: Verdict | None
 ) -> None:
-    job = Job("prefill", 8192)
+    job = TimedJob("prefill", 8192)
     rates = {"1 process": {job: [100.0, 50.0]}, "3 workers": {job: [240.0, 120.0]}}
     here = replace(bench, cores=cores)
     finding = pipeline.part_of_ideal(here, targets.PIPELINE[3, 8192], rates, 3, job)

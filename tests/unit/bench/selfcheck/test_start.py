@@ -9,14 +9,14 @@ import pytest
 
 from ds4py.bench.selfcheck.start import best, forget_cached, kv_bytes, read_once, tensor_places
 from ds4py.gguf.file import GgufFile
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from tests.toys import toy_llama
 
 
 def test_the_cache_of_a_slice_has_keys_and_values_of_two_bytes(tmp_path: Path) -> None:
     path = toy_llama(tmp_path / "toy.gguf", n_embd=64, n_head=4, n_head_kv=2)
     with GgufFile.open(path) as file:
-        got = kv_bytes(file, LayerSpan(1, 3, has_output=False), 100)
+        got = kv_bytes(file, LayerRange(1, 3, has_output=False), 100)
     assert got == 3 * 100 * 2 * (2 * 16) * 2
 
 

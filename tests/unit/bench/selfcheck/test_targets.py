@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ds4py.bench.selfcheck import targets
 from ds4py.bench.selfcheck.targets import (
-    Bar,
     Finding,
+    Target,
     Verdict,
     found,
     ideal_speedup,
@@ -19,12 +19,12 @@ from ds4py.bench.selfcheck.targets import (
     not_run,
 )
 
-MORE = Bar(section="cpu", name="more", limit=3.0, cores=2)
-LESS = Bar(section="start", name="less", limit=0.2, unit="s", at_least=False)
+MORE = Target(section="cpu", name="more", limit=3.0, cores=2)
+LESS = Target(section="start", name="less", limit=0.2, unit="s", at_least=False)
 
 
 @pytest.mark.parametrize(
-    ("bar", "value", "verdict"),
+    ("target", "value", "verdict"),
     [
         (MORE, 3.0, Verdict.PASS),
         (MORE, 2.999, Verdict.SHORT),
@@ -37,9 +37,9 @@ LESS = Bar(section="start", name="less", limit=0.2, unit="s", at_least=False)
     ],
 )
 def test_a_value_is_judged_by_its_side_of_the_limit(
-    bar: Bar, value: float, verdict: Verdict
+    target: Target, value: float, verdict: Verdict
 ) -> None:
-    assert found(bar, value, cores=2).verdict is verdict
+    assert found(target, value, cores=2).verdict is verdict
 
 
 def test_a_machine_with_too_few_cores_is_not_judged_but_its_value_is_told() -> None:
@@ -61,8 +61,8 @@ def test_what_was_not_measured_says_why() -> None:
 def test_a_limit_is_written_with_its_sense_and_unit() -> None:
     units = {"x": "1.50x", "%": "150.0 %", "s": "1.50 s", "us": "2 us", "chunks": "1.50 chunks"}
     for unit, text in units.items():
-        bar = Bar(section="cpu", name="", limit=1.5, unit=unit)  # type: ignore[arg-type]
-        assert bar.wanted == f"at least {text}"
+        target = Target(section="cpu", name="", limit=1.5, unit=unit)  # type: ignore[arg-type]
+        assert target.wanted == f"at least {text}"
     assert LESS.wanted == "at most 0.20 s"
 
 
@@ -92,17 +92,17 @@ def test_the_ideal_is_never_beyond_stages_chunks_or_cores(
 
 
 def test_every_bar_has_its_own_name_and_a_section() -> None:
-    keys = [(bar.section, bar.name) for bar in targets.ALL]
+    keys = [(target.section, target.name) for target in targets.ALL]
     assert len(set(keys)) == len(keys)
     assert len(keys) == 6 + 5 + 2 + 3 + 4
 
 
 def test_the_bars_are_those_that_were_asked_for() -> None:
-    assert {bar.limit for bar in targets.PREFILL.values()} == {3.0}
-    assert [bar.limit for bar in targets.DECODE.values()] == [0.9, 1.0, 1.0]
-    assert {(n, bar.cores, bar.limit) for (n, _), bar in targets.PIPELINE.items()} == {
+    assert {target.limit for target in targets.PREFILL.values()} == {3.0}
+    assert [target.limit for target in targets.DECODE.values()] == [0.9, 1.0, 1.0]
+    assert {(n, target.cores, target.limit) for (n, _), target in targets.PIPELINE.items()} == {
         (2, 2, 0.95),
         (3, 3, 0.95),
     }
     assert targets.RPC.limit == 5.0
-    assert Finding(bar=targets.HELP, value=0.19).verdict is Verdict.PASS
+    assert Finding(target=targets.HELP, value=0.19).verdict is Verdict.PASS

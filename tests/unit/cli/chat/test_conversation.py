@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ds4py.cli.chat.conversation import Conversation
+from ds4py.cli.chat.conversation import ChatHistory
 from ds4py.errors import ConfigError
 
 
 def test_a_saved_conversation_is_the_messages_of_a_request_and_comes_back(tmp_path: Path) -> None:
-    talk = Conversation("Be brief.", "high")
+    talk = ChatHistory("Be brief.", "high")
     talk.add("Hi 🤔", "Hello", "hm")
     talk.add("And?", "So.")
     path = tmp_path / "talk.json"
@@ -24,15 +24,15 @@ def test_a_saved_conversation_is_the_messages_of_a_request_and_comes_back(tmp_pa
         {"role": "user", "content": "And?"},
         {"role": "assistant", "content": "So."},
     ]
-    again = Conversation()
+    again = ChatHistory()
     again.load(path)
     assert (again.system, again.turns) == (talk.system, talk.turns)
 
 
 def test_a_file_without_a_system_text_leaves_that_of_the_chat(tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
-    Conversation().save(path)
-    talk = Conversation("mine")
+    ChatHistory().save(path)
+    talk = ChatHistory("mine")
     talk.add("a", "b")
     talk.load(path)
     assert (talk.system, talk.turns) == ("mine", [])
@@ -57,7 +57,7 @@ def test_another_file_is_refused_and_changes_nothing(
 ) -> None:
     path = tmp_path / "talk.json"
     path.write_bytes(raw)
-    talk = Conversation("s")
+    talk = ChatHistory("s")
     talk.add("a", "b")
     with pytest.raises(ConfigError, match=words):
         talk.load(path)
@@ -66,6 +66,6 @@ def test_another_file_is_refused_and_changes_nothing(
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere: No such file"):
-        Conversation().load(tmp_path / "nowhere")
+        ChatHistory().load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere/x: No such file"):
-        Conversation().save(tmp_path / "nowhere" / "x")
+        ChatHistory().save(tmp_path / "nowhere" / "x")

@@ -14,7 +14,7 @@ import pytest
 
 from ds4py.api.chat import next_turn_ids
 from ds4py.api.events import Event, Figures, Piece
-from ds4py.cli.chat.conversation import Conversation
+from ds4py.cli.chat.conversation import ChatHistory
 from ds4py.cli.chat.local import LocalPartner
 from ds4py.config import CoordinatorConfig, SamplingParams
 from ds4py.errors import CapacityError, ConfigError, Ds4Error, RequestError
@@ -141,7 +141,7 @@ def text(events: Sequence[Event]) -> str:
 def test_an_answer_enters_the_next_prompt_as_the_tokens_that_were_sampled(
     partner: LocalPartner, opener: Opener
 ) -> None:
-    talk = Conversation()
+    talk = ChatHistory()
     first = list(partner.reply(talk, "hello the world", quiet))
     talk.add("hello the world", text(first))
     second = list(partner.reply(talk, "and why?", quiet))
@@ -170,12 +170,12 @@ def test_ctrl_c_keeps_what_was_said_with_its_end_mark(
     partner: LocalPartner, opener: Opener
 ) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    stopped = stopping_at(partner.reply(Conversation(), "hello", quiet), 2, ctrl_c)
+    stopped = stopping_at(partner.reply(ChatHistory(), "hello", quiet), 2, ctrl_c)
     assert len(ids(stopped)) == 2
     assert isinstance(stopped[-1], Figures)
     assert (stopped[-1].finish, stopped[-1].n_generated) == ("cancelled", 2)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    talk = Conversation()
+    talk = ChatHistory()
     talk.add("hello", text(stopped))
     figures = list(partner.reply(talk, "why?", quiet))[-1]
     chat = opener.node.text.chat
@@ -192,10 +192,10 @@ def test_ctrl_c_before_the_first_token_takes_the_question_back(partner: LocalPar
         if not pressed:  # the second time it ends the process
             pressed.append(ctrl_c())
 
-    events = list(partner.reply(Conversation(), "hello", press))
+    events = list(partner.reply(ChatHistory(), "hello", press))
     assert ids(events) == []
     (figures,) = (event for event in events if isinstance(event, Figures))
-    again = list(partner.reply(Conversation(), "hello", quiet))[-1]
+    again = list(partner.reply(ChatHistory(), "hello", quiet))[-1]
     assert isinstance(again, Figures)
     assert (figures.finish, again.finish) == ("cancelled", "length")
     assert again.n_prompt == figures.n_prompt
@@ -203,7 +203,7 @@ def test_ctrl_c_before_the_first_token_takes_the_question_back(partner: LocalPar
 
 def test_a_terminate_signal_keeps_its_meaning_during_an_answer(partner: LocalPartner) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    events = partner.reply(Conversation(), "hello", quiet)
+    events = partner.reply(ChatHistory(), "hello", quiet)
     next(events)
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
@@ -212,8 +212,8 @@ def test_a_terminate_signal_keeps_its_meaning_during_an_answer(partner: LocalPar
 
 
 def test_another_context_keeps_the_conversation(partner: LocalPartner, opener: Opener) -> None:
-    first = list(partner.reply(Conversation(), "hello", quiet))
-    talk = Conversation()
+    first = list(partner.reply(ChatHistory(), "hello", quiet))
+    talk = ChatHistory()
     talk.add("hello", text(first))
     partner.resize(128)
     assert (opener.opened, partner.status().n_ctx) == ([None, 128], 128)
@@ -229,7 +229,7 @@ def test_another_context_keeps_the_conversation(partner: LocalPartner, opener: O
 def test_an_impossible_context_changes_nothing(
     n_ctx: int, words: str, partner: LocalPartner, opener: Opener
 ) -> None:
-    list(partner.reply(Conversation(), "hello", quiet))
+    list(partner.reply(ChatHistory(), "hello", quiet))
     with pytest.raises(ConfigError, match=words):
         partner.resize(n_ctx)
     assert (opener.opened, partner.status().n_ctx) == ([None], 512)
@@ -241,14 +241,14 @@ def test_a_context_that_can_not_be_had_leaves_the_one_before(
     with pytest.raises(Ds4Error, match="memory"):
         partner.resize(13)
     assert (opener.opened, partner.status().n_ctx) == ([None, 13, 512], 512)
-    assert len(ids(list(partner.reply(Conversation(), "hello", quiet)))) == 6
+    assert len(ids(list(partner.reply(ChatHistory(), "hello", quiet)))) == 6
 
 
 def test_reasoning_that_was_cut_off_is_closed_before_the_next_question() -> None:
     opener = Opener(golden.path("tiny-a.gguf"))
     partner = LocalPartner(opener, GREEDY, 3, lambda _: None)
-    first = list(partner.reply(Conversation(), "hello", quiet))
-    talk = Conversation(think="none")
+    first = list(partner.reply(ChatHistory(), "hello", quiet))
+    talk = ChatHistory(think="none")
     talk.add("hello", text(first))
     list(partner.reply(talk, "why?", quiet))
     chat, tokenizer = opener.node.text.chat, opener.node.text.tokenizer
@@ -265,8 +265,8 @@ def test_reasoning_that_was_cut_off_is_closed_before_the_next_question() -> None
 def test_what_was_replaced_is_written_anew_from_its_texts(
     partner: LocalPartner, opener: Opener
 ) -> None:
-    list(partner.reply(Conversation(), "hello", quiet))
-    talk = Conversation("Be brief.")
+    list(partner.reply(ChatHistory(), "hello", quiet))
+    talk = ChatHistory("Be brief.")
     talk.add("a", "b")
     partner.forget()
     figures = list(partner.reply(talk, "c", quiet))[-1]
@@ -281,7 +281,7 @@ def test_a_seed_makes_a_chat_reproducible_and_its_answers_differ(opener: Opener)
         partner = LocalPartner(opener, SamplingParams(seed=7), 6, lambda _: None)
         answers = []
         for _ in range(2):
-            answers.append(ids(list(partner.reply(Conversation(), "hello", quiet))))
+            answers.append(ids(list(partner.reply(ChatHistory(), "hello", quiet))))
             partner.forget()
         partner.close()
         return answers
@@ -292,7 +292,7 @@ def test_a_seed_makes_a_chat_reproducible_and_its_answers_differ(opener: Opener)
 
 
 def test_the_status_is_the_nodes(partner: LocalPartner) -> None:
-    list(partner.reply(Conversation(), "hello", quiet))
+    list(partner.reply(ChatHistory(), "hello", quiet))
     status = partner.status()
     assert (status.model, status.where, status.missing) == ("toy llama", "in this process", "")
     (stage,) = status.stages

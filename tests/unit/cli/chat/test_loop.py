@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds4py.api.events import Event, Figures, Piece
-from ds4py.cli.chat.conversation import Conversation, Progress, Stage, Status
+from ds4py.cli.chat.conversation import ChatHistory, Progress, StageFigures, Status
 from ds4py.cli.chat.line_input import PipedLines
-from ds4py.cli.chat.loop import COMMANDS, WORDS, Chat
+from ds4py.cli.chat.loop import COMMANDS, WORDS, ChatLoop
 from ds4py.errors import CapacityError, ConfigError, Ds4Error
 
 FIGURES = Figures(
@@ -33,7 +33,7 @@ class Scripted:
         self.done: list[object] = []
 
     def reply(
-        self, talk: Conversation, question: str, progress: Progress
+        self, talk: ChatHistory, question: str, progress: Progress
     ) -> Generator[Event, None, None]:
         self.asked.append((question, talk.system, talk.think, list(talk.turns)))
         for event in self._answers.pop(0):
@@ -51,8 +51,8 @@ class Scripted:
 
     def status(self) -> Status:
         stages = (
-            Stage("coordinator", "layers 0-2", 12.5, 3.25),
-            Stage("\x1b[2Jworker", "layers 3-5 + head", 0.0, 0.0),
+            StageFigures("coordinator", "layers 0-2", 12.5, 3.25),
+            StageFigures("\x1b[2Jworker", "layers 3-5 + head", 0.0, 0.0),
         )
         return Status(model="toy", where="here", n_ctx=64, missing="layers 3-5", stages=stages)
 
@@ -65,7 +65,7 @@ def chat(
 ) -> tuple[Scripted, int]:
     partner = Scripted(*answers)
     lines = PipedLines(io.BytesIO(typed.encode()))
-    return partner, Chat(partner, lines, Conversation(**talk), program="prog").run()
+    return partner, ChatLoop(partner, lines, ChatHistory(**talk), program="prog").run()
 
 
 def hello(*more: Event | BaseException) -> list[Event | BaseException]:
@@ -215,4 +215,4 @@ def test_ctrl_c_over_a_pipe_ends_the_program() -> None:
 
     lines = PipedLines(Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        Chat(Scripted(), lines, Conversation(), program="prog").run()
+        ChatLoop(Scripted(), lines, ChatHistory(), program="prog").run()

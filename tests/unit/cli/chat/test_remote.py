@@ -15,7 +15,7 @@ import pytest
 from ds4py.api.events import Figures, Piece
 from ds4py.cli import exits
 from ds4py.cli.chat import remote
-from ds4py.cli.chat.conversation import Conversation, Stage
+from ds4py.cli.chat.conversation import ChatHistory, StageFigures
 from ds4py.cli.chat.printing import Prefill, Question
 from ds4py.cli.chat.remote import RemotePartner, ask
 from ds4py.cli.client import client
@@ -307,7 +307,7 @@ def quiet(_: int, __: int) -> None: ...
 
 
 def test_a_conversation_is_sent_whole_and_thoughts_go_back_where_they_came_from() -> None:
-    talk = Conversation("s", "none")
+    talk = ChatHistory("s", "none")
     talk.add("a", "b", "hm")
     told: list[tuple[int, int]] = []
     head, body = stream(delta("yes", "stop"), USAGE).split(b"\r\n\r\n", 1)
@@ -338,14 +338,14 @@ def test_a_conversation_is_sent_whole_and_thoughts_go_back_where_they_came_from(
 
 def test_without_a_system_text_the_models_own_is_asked_for() -> None:
     with serving(stream(delta("yes"), USAGE)) as server:
-        list(RemotePartner(server.address, {}, None).reply(Conversation(), "c", quiet))
+        list(RemotePartner(server.address, {}, None).reply(ChatHistory(), "c", quiet))
     assert server.body["default_system"] is True
     assert {"max_tokens", "reasoning_effort", "return_token_ids"}.isdisjoint(server.body)
 
 
 def test_stopping_an_answer_closes_the_connection() -> None:
     with serving(stream(delta("a"), done=False), hold=True) as server:
-        events = RemotePartner(server.address, {}, None).reply(Conversation(), "c", quiet)
+        events = RemotePartner(server.address, {}, None).reply(ChatHistory(), "c", quiet)
         assert next(events) == Piece("a")
         events.close()
         assert server.left.wait(20)
@@ -354,7 +354,7 @@ def test_stopping_an_answer_closes_the_connection() -> None:
 def test_a_key_is_told_to_the_server_that_wants_one(monkeypatch) -> None:
     with serving(stream(delta("a"), USAGE)) as server:
         partner = RemotePartner(server.address, {}, None, api_key="sesame")
-        list(partner.reply(Conversation(), "c", quiet))
+        list(partner.reply(ChatHistory(), "c", quiet))
     assert b"\nauthorization: bearer sesame\n" in server.headers
     monkeypatch.setenv("DS4PY_API_KEY", "sesame")
     with serving(stream(delta("a"), USAGE)) as server:
@@ -399,8 +399,8 @@ def test_the_status_is_the_servers_health() -> None:
     assert (status.model, status.where) == ("toy", f"at {server.address}")
     assert (status.n_ctx, status.missing) == (64, "layers 3-5")
     assert status.stages == (
-        Stage("coordinator", "no layers", 0.0, 0.0),
-        Stage("w:1", "layers 0-2 + head", 12.5, 3.0),
+        StageFigures("coordinator", "no layers", 0.0, 0.0),
+        StageFigures("w:1", "layers 0-2 + head", 12.5, 3.0),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ds4py.cli.diagnostics.dumps import (
-    Run,
+    DumpRun,
     _number,
     _token,
     dump_logits,
@@ -35,8 +35,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield opened
 
 
-def run(node: Node, *, cancelled: bool = False) -> Run:
-    return Run(node=node, prompt=PROMPT, cancelled=lambda: cancelled, progress=lambda *_: None)
+def run(node: Node, *, cancelled: bool = False) -> DumpRun:
+    return DumpRun(node=node, prompt=PROMPT, cancelled=lambda: cancelled, progress=lambda *_: None)
 
 
 def logits_after(node: Node, tokens: Sequence[int]) -> np.ndarray:

@@ -192,10 +192,10 @@ def test_posts_that_race_with_the_end_are_all_answered_once() -> None:
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_link_that_is_hurried_ends_unless_all_is_answered_soon(answered) -> None:
     with scene() as s:
-        s.link.hurry(0, lambda: s.link.close("nobody waits"))  # nothing to hurry for
+        s.link.expire_after(0, lambda: s.link.close("nobody waits"))  # nothing to hurry for
         s.post(1)
         work = take_work(s.peer)
-        s.link.hurry(0.1, lambda: s.link.close("no answer after a loss"))
+        s.link.expire_after(0.1, lambda: s.link.close("no answer after a loss"))
         if answered:
             s.peer.send(encode(logits_for(work)))
             assert isinstance(s.reply().result, Result)

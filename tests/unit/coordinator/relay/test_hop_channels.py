@@ -13,7 +13,7 @@ import pytest
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import SyncResult
 from ds4py.coordinator.relay import hop_channels as lanes_module
-from ds4py.coordinator.relay.hop_channels import Lanes
+from ds4py.coordinator.relay.hop_channels import HopChannels
 from ds4py.coordinator.session import ClusterSession
 from ds4py.errors import ConnectError, Ds4Error
 from ds4py.transport.connection import Connection
@@ -82,9 +82,9 @@ def unused_port() -> int:
     return listener.address.port
 
 
-def lanes_of(c: Cluster) -> Lanes:
-    (lanes,) = c.coordinator._lanes.values()
-    return lanes
+def lanes_of(c: Cluster) -> HopChannels:
+    (channels,) = c.coordinator._channels.values()
+    return channels
 
 
 def test_a_token_passes_a_prompt_on_a_connection_of_its_own() -> None:
@@ -105,7 +105,7 @@ def test_nothing_is_opened_for_sessions_that_do_not_meet() -> None:
         s.finish()
         assert s.ask(7).result().n_cached == 0
         assert not s.door.connections
-        assert lanes_of(s.cluster)._quick is None
+        assert lanes_of(s.cluster)._priority is None
 
 
 def test_chunks_never_travel_on_it() -> None:
@@ -269,23 +269,23 @@ def test_a_worker_of_ours_is_greeted_on_it_and_its_loss_harms_nobody() -> None:
         with c.backend.lease(PROMPT) as first, c.backend.lease([1]) as second:
             second.sync([7, 8, 9])
             long = Background(lambda: first.sync(PROMPT))
-            wait_until(lambda: lanes_of(c).main.carries_chunks, "the prompt is on its way")
+            wait_until(lambda: lanes_of(c).bulk.carries_chunks, "the prompt is on its way")
             asking = Background(lambda: second.eval(10))
-            wait_until(lambda: lanes_of(c)._quick is not None, "the lane stands")
+            wait_until(lambda: lanes_of(c)._priority is not None, "the lane stands")
             gate.set()
             np.testing.assert_array_equal(asking.result(), reference_logits([7, 8, 9, 10]))
             long.result()
-            quick = lanes_of(c)._quick
+            quick = lanes_of(c)._priority
             assert quick is not None
             assert quick._heartbeat is not None
             (worker,) = c.workers
             assert all(u._heartbeat is not None for u in worker._upstreams)
-            line = worker._stage.timelines.get(second.session_id)  # type: ignore[attr-defined]
-            assert line is not None
-            assert len(line.owners) == 2
+            cached = worker._stage.session_table.get(second.session_id)  # type: ignore[attr-defined]
+            assert cached is not None
+            assert len(cached.owners) == 2
             quick.connection.close()
             wait_until(lambda: len(worker._upstreams) == 1, "the worker saw it end")
-            assert len(line.owners) == 1
+            assert len(cached.owners) == 1
             np.testing.assert_array_equal(second.eval(11), reference_logits([7, 8, 9, 10, 11]))
 
 
@@ -300,34 +300,36 @@ def test_somebody_else_behind_the_data_port_gets_no_span() -> None:
     other = start_worker(FakeRunner(WHOLE))
     with cluster(["0-2", "3-5"], before=hold, chunk=2) as c:
         c.wait_ready()
-        (first_hop, _) = sorted(c.coordinator._registry.records, key=lambda r: r.span.start)
-        lanes = c.coordinator._lanes[first_hop.link]
+        (first_hop, _) = sorted(c.coordinator._registry.records, key=lambda r: r.layers.start)
+        channels = c.coordinator._channels[first_hop.link]
         moved = replace(first_hop, address=other.address)
-        lanes._dial = lambda stopped: lanes_module.dial_lane(moved, c.coordinator, stopped)
+        channels._dial = lambda stopped: lanes_module.dial_priority_channel(
+            moved, c.coordinator, stopped
+        )
         with c.backend.lease(PROMPT) as first, c.backend.lease([1]) as second:
             long = Background(lambda: first.sync(PROMPT))
-            wait_until(lambda: lanes.main.carries_chunks, "the prompt is on its way")
+            wait_until(lambda: channels.bulk.carries_chunks, "the prompt is on its way")
             asking = Background(lambda: second.sync([7]))
-            wait_until(lambda: lanes._not_before > 0, "the attempt has failed")
+            wait_until(lambda: channels._not_before > 0, "the attempt has failed")
             gate.set()
             np.testing.assert_array_equal(asking.result().logits, reference_logits([7]))
             long.result()
-            assert lanes._quick is None
+            assert channels._priority is None
     assert not other._stage.device.runner.evaluated  # type: ignore[attr-defined]
     other.close()
 
 
 def test_prompts_share_the_window() -> None:
     """Together about as many chunks as one alone, one each at least."""
-    lanes = Lanes(None, None, timeout=1, alive_timeout=None)  # type: ignore[arg-type]
+    channels = HopChannels(None, None, timeout=1, alive_timeout=None)  # type: ignore[arg-type]
     shares = []
     with ExitStack() as stack:
         for _ in range(5):
-            stack.enter_context(lanes.prefilling())
-            shares.append(lanes.share(4))
+            stack.enter_context(channels.prefilling())
+            shares.append(channels.share(4))
     assert shares == [4, 2, 2, 1, 1]
-    assert lanes.share(4) == 4
-    assert lanes.share(1) == 1
+    assert channels.share(4) == 4
+    assert channels.share(1) == 1
 
 
 def test_a_second_prompt_does_not_wait_for_the_whole_first_one() -> None:

@@ -14,13 +14,13 @@ import pytest
 from ds4py.config import Address, CoordinatorConfig, RouteEntry
 from ds4py.contracts import ModelCard, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import (
     RemoteWorkError,
     SnapshotError,
     TransportError,
 )
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.snapshot import CacheSizes, read_dsv4, split, write_dsvl
 from ds4py.worker.worker import Worker
 from tests.by_hand import n_workers
@@ -44,7 +44,7 @@ CUTS = [
 @contextmanager
 def route_over(
     *runners: FakeRunner, local: FakeRunner | None = None, model: ModelCard | None = None
-) -> Iterator[tuple[ClusterBackend, list[Worker]]]:
+) -> Iterator[tuple[SessionPool, list[Worker]]]:
     """A coordinator over workers that are given as they are."""
     with ExitStack() as stack:
         workers = [start_worker(runner) for runner in runners]
@@ -56,7 +56,7 @@ def route_over(
         stack.callback(built.close)
         built.start()
         wait_until(lambda: built.health().ready, "the route is complete")
-        yield ClusterBackend(built, 2), workers
+        yield SessionPool(built, 2), workers
 
 
 def payload_of(session) -> bytes:
@@ -252,7 +252,7 @@ def test_a_session_is_saved_in_the_middle_of_another_ones_prefill() -> None:
 class Dying(FakeRunner):
     """Ends its worker in the middle of an operation."""
 
-    def __init__(self, layers: LayerSpan):
+    def __init__(self, layers: LayerRange):
         super().__init__(layers)
         self.die: Callable[[], None] = lambda: None
 

@@ -76,7 +76,7 @@ def shard_of(tokens: Sequence[int], **changes: object) -> bytes:
     rows = np.arange(8 * len(tokens), dtype=np.float32).reshape(-1, 8)
     shard = Shard(
         sizes=SIZES,
-        span=ALL,
+        layer_range=ALL,
         capacities=replace(Capacities.of(N_CTX, SIZES.window), **changes),  # type: ignore[arg-type]
         n_tokens=len(tokens),
         layers=[[rows]] * 6,

@@ -11,8 +11,8 @@ import pytest
 from ds4py.activations import HiddenBatch
 from ds4py.config import Address, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import (
     CapacityError,
     ClusterError,
@@ -192,8 +192,8 @@ def test_a_peer_that_takes_nothing_loses_its_link() -> None:
     config = replace(QUICK, rejoin_timeout=0.2, activation_bits=32)
     sockets = replace(SOCKETS, send_timeout=0.2)
     coordinator = Coordinator(card(), 4096, config, sockets)
-    backend = ClusterBackend(coordinator, 1)
-    port = CoordinatorPort(Listener(Address("127.0.0.1", 0), sockets), coordinator, sockets, None)
+    backend = SessionPool(coordinator, 1)
+    port = ProtocolDemux(Listener(Address("127.0.0.1", 0), sockets), coordinator, sockets, None)
     port.start()
     with dial_in(port.address, hello(WHOLE, ctx_size=4096)) as deaf:
         c = Cluster(coordinator, backend, port)
@@ -244,7 +244,7 @@ def test_more_sessions_than_a_stage_has_slots_is_told_to_the_client() -> None:
     worker = start_worker(FakeRunner(WHOLE, n_slots=1))
     with dialling(RouteEntry(worker.address)) as c:
         c.wait_ready()
-        backend = ClusterBackend(c.coordinator, 2)
+        backend = SessionPool(c.coordinator, 2)
         with backend.lease([1]) as first, backend.lease([2]) as second:
             first.sync(PROMPT)
             with pytest.raises(CapacityError, match=r"session slots.*needed 2, available 1"):

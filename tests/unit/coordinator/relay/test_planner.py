@@ -12,7 +12,7 @@ from ds4py.config import Address
 from ds4py.coordinator.relay.planner import Demand, plan_route
 from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
 from ds4py.errors import RouteIncompleteError
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 
 N_LAYERS = 5
 LAST = N_LAYERS - 1
@@ -22,30 +22,30 @@ def worker(n: int, start: int, end: int, *, head: bool = False, hidden: bool = T
     return WorkerRecord(
         link=LinkId(n),
         address=Address(f"10.0.0.{n}", 7000),
-        span=LayerSpan(start, end, has_output=head),
+        layers=LayerRange(start, end, has_output=head),
         n_ctx=64,
         has_hidden=hidden,
     )
 
 
 def demand(local_end: int | None = None, *, head: bool = False, n_layers: int = N_LAYERS) -> Demand:
-    local = None if local_end is None else LayerSpan(0, local_end, has_output=False)
+    local = None if local_end is None else LayerRange(0, local_end, has_output=False)
     return Demand(local, n_layers, head)
 
 
 def usable(w: WorkerRecord, *, local_head: bool) -> bool:
     """Spec 6.4 rule 4, word by word."""
-    if (w.span.end < LAST or not w.span.has_output) and not w.has_hidden:
+    if (w.layers.end < LAST or not w.layers.has_output) and not w.has_hidden:
         return False
-    return not (w.span.end >= LAST and not w.span.has_output and not local_head)
+    return not (w.layers.end >= LAST and not w.layers.has_output and not local_head)
 
 
 def joins(route, first: int, *, local_head: bool) -> bool:
     at = first
     for w in route:
-        if w.span.start != at or not usable(w, local_head=local_head):
+        if w.layers.start != at or not usable(w, local_head=local_head):
             return False
-        at = w.span.end + 1
+        at = w.layers.end + 1
     return at > LAST
 
 
@@ -62,7 +62,7 @@ def preferred(workers, first: int, *, local_head: bool):
     """The best route: at each hop output owners, then longer ranges, then older entries."""
     age = {w.link: n for n, w in enumerate(workers)}
     routes = all_routes(workers, first, local_head=local_head)
-    rank = lambda w: (not w.span.has_output, -w.span.end, age[w.link])  # noqa: E731
+    rank = lambda w: (not w.layers.has_output, -w.layers.end, age[w.link])  # noqa: E731
     return min(routes, key=lambda route: [rank(w) for w in route], default=None)
 
 
@@ -70,9 +70,11 @@ def furthest(workers, first: int, *, local_head: bool) -> int:
     reached, grew = {first}, True
     while grew:
         ends = {
-            w.span.end + 1
+            w.layers.end + 1
             for w in workers
-            if w.span.start in reached and usable(w, local_head=local_head) and w.span.end < LAST
+            if w.layers.start in reached
+            and usable(w, local_head=local_head)
+            and w.layers.end < LAST
         }
         grew = not ends <= reached
         reached |= ends

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from ds4py.config import Address
 from ds4py.coordinator.relay.registry import LinkId, Registry, WorkerRecord
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 
 
 def record(link: int, host: str = "10.0.0.1", port: int = 7000, **fields) -> WorkerRecord:
-    span = fields.pop("span", LayerSpan(0, 2))
+    span = fields.pop("layers", LayerRange(0, 2))
     return WorkerRecord(
-        link=LinkId(link), address=Address(host, port), span=span, n_ctx=64, **fields
+        link=LinkId(link), address=Address(host, port), layers=span, n_ctx=64, **fields
     )
 
 
@@ -34,12 +34,12 @@ def test_records_stand_in_the_order_of_registration() -> None:
         ({}, True),
         ({"address": Address("10.0.0.1", 7001)}, True),  # another port: the same one come back
         ({"address": Address("10.0.0.2", 7000)}, False),
-        ({"span": LayerSpan(0, 1)}, False),
-        ({"span": LayerSpan(1, 2)}, False),
-        ({"span": LayerSpan(0, 2, has_output=True)}, False),
+        ({"layers": LayerRange(0, 1)}, False),
+        ({"layers": LayerRange(1, 2)}, False),
+        ({"layers": LayerRange(0, 2, has_output=True)}, False),
         ({"dialled": True}, True),  # the same data port: the same process
         ({"dialled": True, "address": Address("10.0.0.1", 7001)}, False),
-        ({"dialled": True, "span": LayerSpan(3, 5)}, True),
+        ({"dialled": True, "layers": LayerRange(3, 5)}, True),
     ],
 )
 def test_a_newcomer_replaces_the_same_worker_only(change, replaces) -> None:
@@ -84,5 +84,5 @@ def test_the_generation_grows_exactly_with_the_changes(steps) -> None:
 
 
 def test_the_name_tells_address_and_layers() -> None:
-    worker = record(1, span=LayerSpan(3, 5, has_output=True))
+    worker = record(1, layers=LayerRange(3, 5, has_output=True))
     assert worker.name == "worker 10.0.0.1:7000 (layers 3-5 and the output head)"

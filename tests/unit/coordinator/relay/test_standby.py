@@ -22,10 +22,10 @@ from ds4py.config import (
     WorkerConfig,
     WorkerTuning,
 )
-from ds4py.contracts import SliceWork
+from ds4py.contracts import ForwardRequest
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import CoordinatorPort
-from ds4py.coordinator.session_pool import ClusterBackend
+from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.session_pool import SessionPool
 from ds4py.layer_range import LayerSpec
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
@@ -67,7 +67,7 @@ class Stoppable:
         self.address = self.worker.address
         return self
 
-    def _before(self, work: SliceWork) -> None:
+    def _before(self, work: ForwardRequest) -> None:
         assert self.running.wait(20)
 
     @property
@@ -109,9 +109,9 @@ class Scene:
             prefill=PrefillTuning(chunk=chunk),
         )
         self.coordinator = Coordinator(card(), 64, config, SOCKETS)
-        self.port = CoordinatorPort(Listener(ANY_PORT, SOCKETS), self.coordinator, SOCKETS, None)
+        self.port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), self.coordinator, SOCKETS, None)
         self.port.start()
-        self.backend = ClusterBackend(self.coordinator, 1)
+        self.backend = SessionPool(self.coordinator, 1)
         if self.dial_in:
             for n, cut in enumerate(cuts):
                 self.workers.append(Stoppable(cut, coordinator=self.port.address).start())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.wire.messages import Telemetry
 
 STAGES = [(0, 1), (2, 3), (4, 5)]
@@ -42,7 +42,7 @@ def item(
 
 
 def status(telemetry: RouteTelemetry, start: int, end: int):
-    return telemetry.status("w", LayerSpan(start, end), None)
+    return telemetry.status("w", LayerRange(start, end), None)
 
 
 def test_the_hop_time_is_what_a_wait_has_beyond_the_stages_behind() -> None:
@@ -61,11 +61,11 @@ def test_the_hop_time_is_what_a_wait_has_beyond_the_stages_behind() -> None:
 
 def test_prefill_and_decode_are_told_apart() -> None:
     telemetry = RouteTelemetry()
-    span = LayerSpan(0, 1)
-    telemetry.record_local(span, 7, 700)
-    telemetry.record_local(span, 1, 11)
+    layers = LayerRange(0, 1)
+    telemetry.record_local(layers, 7, 700)
+    telemetry.record_local(layers, 1, 11)
     telemetry.record([item(0, 1, n=3, evaluated=30)], stages=STAGES, first_wait_usec=40)
-    got = telemetry.status("coordinator", span, 5)
+    got = telemetry.status("coordinator", layers, 5)
     assert (got.prefill_tokens, got.prefill_usec) == (10, 730)
     assert (got.decode_tokens, got.decode_usec, got.decode_hop_usec) == (1, 11, 0)
     assert (got.name, got.weight_bytes) == ("coordinator", 5)
@@ -92,7 +92,7 @@ def test_a_stage_without_records_has_zeros() -> None:
     telemetry = RouteTelemetry()
     telemetry.record([], stages=STAGES, first_wait_usec=1)
     assert status(telemetry, 2, 3).decode_tokens == 0
-    assert telemetry.status("coordinator", None, 0).span is None
+    assert telemetry.status("coordinator", None, 0).layers is None
 
 
 def test_prefill_has_its_own_hop_and_waiting_times() -> None:
@@ -111,7 +111,7 @@ def test_the_coordinator_waits_for_all_that_its_first_hop_took() -> None:
         telemetry.record([item(0, 1, evaluated=20)], stages=STAGES, first_wait_usec=90)
     assert telemetry.status("coordinator", None, 0).decode_wait_usec == 180
 
-    own, telemetry = LayerSpan(0, 1), RouteTelemetry()
+    own, telemetry = LayerRange(0, 1), RouteTelemetry()
     telemetry.record_local(own, 1, 11)
     telemetry.record([item(2, 3, evaluated=20)], stages=STAGES, first_wait_usec=90)
     assert telemetry.status("coordinator", own, 5).decode_wait_usec == 90

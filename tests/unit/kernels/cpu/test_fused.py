@@ -12,9 +12,9 @@ from torch.nn.functional import silu
 from ds4py.errors import KernelError
 from ds4py.kernels.cpu import fused
 from ds4py.kernels.cpu.activations import Quantized
-from ds4py.kernels.cpu.fused import CachePlace, FusedNorm, Heads
+from ds4py.kernels.cpu.fused import AttentionHeads, CachedPosition, FusedNorm
 from ds4py.kernels.cpu.jit import F32, LANES, Code, vector
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.layers.attention import attend_one
 from ds4py.layers.norm import RmsNorm
 from ds4py.layers.rope import Rope, RopeParams
@@ -22,12 +22,12 @@ from tests.unit.kernels.packed_matrices import activation_error, buffer
 
 N_CTX = 720
 HEADS = (
-    Heads(1, 1, 16, 16),
-    Heads(2, 2, 32, 16),  # half of a head rotated
-    Heads(3, 3, 64, 64),
-    Heads(2, 19, 16, 16),  # more query heads than are mixed at a time
-    Heads(1, 4, 80, 32),
-    Heads(1, 1, 272, 272),  # wider than what is mixed at a time
+    AttentionHeads(1, 1, 16, 16),
+    AttentionHeads(2, 2, 32, 16),  # half of a head rotated
+    AttentionHeads(3, 3, 64, 64),
+    AttentionHeads(2, 19, 16, 16),  # more query heads than are mixed at a time
+    AttentionHeads(1, 4, 80, 32),
+    AttentionHeads(1, 1, 272, 272),  # wider than what is mixed at a time
 )
 
 
@@ -146,32 +146,36 @@ def test_the_exponential_ends_near_zero_and_near_the_largest_number():
 # --- attention
 
 
-def rope_of(heads: Heads) -> Rope:
+def rope_of(heads: AttentionHeads) -> Rope:
     params = RopeParams(n_dims=heads.n_rotated, base=10000.0)
     return Rope(params, N_CTX, torch.device("cpu"))
 
 
-def cache_of(heads: Heads, position: int) -> torch.Tensor:
+def cache_of(heads: AttentionHeads, position: int) -> torch.Tensor:
     """Rows from the position on hold what memory held: here the worst."""
     kv = torch.full((2 * heads.n_groups, N_CTX, heads.width), math.nan, dtype=torch.bfloat16)
     kv[:, :position] = normal(2 * heads.n_groups, position, heads.width, seed=position)
     return kv
 
 
-def token(heads: Heads, seed: int = 0) -> torch.Tensor:
+def token(heads: AttentionHeads, seed: int = 0) -> torch.Tensor:
     """Queries, keys, values of one token, flat."""
     rows = heads.n_groups * (heads.per_group + 2)
     return normal(rows * heads.width, seed=seed)
 
 
-def attended(heads: Heads, qkv: torch.Tensor, kv: torch.Tensor, position: int) -> torch.Tensor:
+def attended(
+    heads: AttentionHeads, qkv: torch.Tensor, kv: torch.Tensor, position: int
+) -> torch.Tensor:
     out = torch.full((1, heads.n_queries), math.nan)
-    place = CachePlace(buffer(kv), None, position, buffer(rope_of(heads).at(position, 1)))
+    place = CachedPosition(buffer(kv), None, position, buffer(rope_of(heads).at(position, 1)))
     fused.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
     return out[0]
 
 
-def reference(heads: Heads, qkv: torch.Tensor, kv: torch.Tensor, position: int) -> torch.Tensor:
+def reference(
+    heads: AttentionHeads, qkv: torch.Tensor, kv: torch.Tensor, position: int
+) -> torch.Tensor:
     """The same by `Rope` and `attend_one`, with a float32 copy of the cache: `[H * D]`."""
     rope, rows = rope_of(heads), qkv.clone().view(1, -1, heads.width)
     n_queries = heads.n_groups * heads.per_group
@@ -249,9 +253,11 @@ def test_a_number_that_is_none_reaches_only_the_heads_that_see_it(place):
 def test_a_position_behind_the_cache_is_refused_before_memory_is_written():
     heads = HEADS[0]
     rotation = buffer(torch.ones(8, dtype=torch.complex64))
-    place = CachePlace(buffer(cache_of(heads, 0)), None, N_CTX, rotation)
+    position = CachedPosition(buffer(cache_of(heads, 0)), None, N_CTX, rotation)
     with pytest.raises(KernelError, match="position in a cache: got 720, expected 0 to 719"):
-        fused.attend(heads, buffer(token(heads).unsqueeze(0)), 0, place, Buffer.empty((1, 16)))
+        fused.attend(
+            heads, buffer(token(heads).unsqueeze(0)), 0, position, KernelBuffer.empty((1, 16))
+        )
 
 
 @pytest.mark.parametrize(
@@ -259,4 +265,4 @@ def test_a_position_behind_the_cache_is_refused_before_memory_is_written():
     [(64, 64, True), (80, 32, True), (24, 16, False), (32, 8, False)],
 )
 def test_heads_of_whole_vectors_fit(width, n_rotated, fits):
-    assert Heads(1, 1, width, n_rotated).fits is fits
+    assert AttentionHeads(1, 1, width, n_rotated).fits is fits

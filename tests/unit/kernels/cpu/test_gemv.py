@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds4py.kernels.cpu.activations import quantize
 from ds4py.kernels.cpu.blocks import LAYOUTS
 from ds4py.kernels.cpu.gemv import PackedRows
-from ds4py.kernels.memory import Buffer
+from ds4py.kernels.memory import KernelBuffer
 from ds4py.quant.tensor import QuantTensor
 from tests.unit.kernels.packed_matrices import (
     FORMS,
@@ -166,7 +166,7 @@ def test_only_the_bytes_and_a_number_for_each_row_are_kept():
     for form in FORMS:
         raw = matrix(form, (40, WIDTH)).raw
         packed = PackedRows(raw, form)
-        held = [value.tensor for value in vars(packed).values() if isinstance(value, Buffer)]
+        held = [value.tensor for value in vars(packed).values() if isinstance(value, KernelBuffer)]
         layout = LAYOUTS[form]
         kept = raw.nbytes // layout.n_bytes * layout.kept_bytes
         assert sum(tensor.nbytes for tensor in held) == kept + 4 * 40

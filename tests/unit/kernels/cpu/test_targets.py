@@ -185,11 +185,11 @@ def test_the_steps_between_products_give_the_same_bits_on_a_plain_processor(monk
         outs = [integers.Quantized(2, 160) for _ in range(2)]
         fused.FusedNorm(activations(1, 160, 2)[0], 1e-5)(buffer(activations(2, 160)), outs[0])
         fused.gate(buffer(activations(2, 320, 3) / 100), outs[1])
-        heads, out = fused.Heads(2, 3, 32, 16), torch.empty(1, 192)
+        heads, out = fused.AttentionHeads(2, 3, 32, 16), torch.empty(1, 192)
         kv = activations(4, 40 * 32, 4).view(4, 40, 32).bfloat16()
         rotation = torch.polar(torch.ones(8), torch.arange(8.0))
-        place = fused.CachePlace(buffer(kv), None, 33, buffer(rotation))
-        fused.attend(heads, buffer(activations(1, 320, 5)), 0, place, buffer(out))
+        position = fused.CachedPosition(buffer(kv), None, 33, buffer(rotation))
+        fused.attend(heads, buffer(activations(1, 320, 5)), 0, position, buffer(out))
         quantized = [part for one in outs for part in (one.codes, one.scales, one.sums)]
         return [*quantized, kv.view(torch.int16), out]
 
@@ -209,7 +209,7 @@ KERNELS = (
     (integers, "_quantize", ()),
     (fused, "_norm", ()),
     (fused, "_gate", ()),
-    (fused, "_attend", (fused.Heads(1, 2, 16, 16),)),
+    (fused, "_attend", (fused.AttentionHeads(1, 2, 16, 16),)),
 )
 
 

@@ -33,7 +33,7 @@ def nothing_known(monkeypatch):
     TRUST.forget()
 
 
-HEADS = fused.Heads(2, 3, 32, 16)
+HEADS = fused.AttentionHeads(2, 3, 32, 16)
 
 
 @pytest.mark.parametrize("form", LAYOUTS)

@@ -15,9 +15,9 @@ from ds4py.engine.loader import load_slice, read_shape
 from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.kernels.cache import Cache, CacheTensor, Segment
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.layers.linear import KeepBudget
-from ds4py.models.base import Placement
+from ds4py.models.base import DeviceSpec
 from ds4py.models.deepseek4 import Shape, Slice
 from ds4py.models.deepseek4.linear import Weights
 from ds4py.models.deepseek4.shape import KNOWN
@@ -47,8 +47,8 @@ def small_shape(ratio: int = 0, **changes: object) -> Shape:
     return known_shape(2, **{**one, **changes})
 
 
-def place(dtype: torch.dtype = torch.float32, *, act_quant: bool = False) -> Placement:
-    return Placement(
+def place(dtype: torch.dtype = torch.float32, *, act_quant: bool = False) -> DeviceSpec:
+    return DeviceSpec(
         device=CPU, dtype=dtype, n_ctx=N_CTX, budget=KeepBudget(0), act_quant=act_quant
     )
 
@@ -67,7 +67,7 @@ def weights(
     arrays: Mapping[str, Values],
     *,
     kinds: Mapping[str, str] | None = None,
-    where: Placement | None = None,
+    where: DeviceSpec | None = None,
 ) -> Weights:
     """Hand out arrays by name; `kinds` says which of them are packed in blocks."""
     kinds = kinds or {}
@@ -99,8 +99,8 @@ def empty_cache(layout: Sequence[CacheTensor], fill: float = 0.0) -> list[torch.
 def tiny(mode: ActQuant, start: int = 0, end: int = 5) -> Slice:
     """Load layers of tiny-a.gguf in float32; the last layer comes with the head."""
     with GgufFile.open(golden.path("tiny-a.gguf")) as file:
-        span = LayerSpan(start, end, has_output=end + 1 == read_shape(file).n_layers)
-        loaded = load_slice(file, span, CPU, "f32", n_ctx=N_CTX, act_quant=mode)
+        layers = LayerRange(start, end, has_output=end + 1 == read_shape(file).n_layers)
+        loaded = load_slice(file, layers, CPU, "f32", n_ctx=N_CTX, act_quant=mode)
     assert isinstance(loaded.slice, Slice)
     return loaded.slice
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4.attention import QUERY_BLOCK, Attention, GroupedOutput
 from ds4py.models.deepseek4.cache import CacheLayout, LayerCache
 from ds4py.models.deepseek4.rotary import rotate_
@@ -96,7 +96,7 @@ class Bench:
         self.shape = shape
         own = arrays(shape.ratios[0]) | (changes or {})
         self._attention = Attention(shape, 0, weights(own))
-        layout = CacheLayout(shape, LayerSpan(0, 0), 512)
+        layout = CacheLayout(shape, LayerRange(0, 0), 512)
         self.caches: list[LayerCache] = [
             layout.layers(empty_cache(layout.tensors(), fill))[0] for _ in range(n_sessions)
         ]

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4.cache import NO_SCORE, REWIND_SLACK, CacheLayout, CompressedCache, Ring
 from ds4py.models.deepseek4.shape import OVERLAPPED
 from tests.unit.models.deepseek4.support import N_CTX, empty_cache, known_shape
 
 SHAPE = known_shape(2, window=16, ratios=(0, 4, 128, 4, 128, 0))
-LAYOUT = CacheLayout(SHAPE, LayerSpan(0, 3), N_CTX)
+LAYOUT = CacheLayout(SHAPE, LayerRange(0, 3), N_CTX)
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 127, 128, 129, 131, 132, 255, 256, 257, 299)
 
 chunks = st.lists(st.integers(1, 90), max_size=8)
@@ -55,7 +55,7 @@ def test_an_empty_read_and_an_empty_write_are_fine():
 @pytest.mark.parametrize("ratio", [4, 128])
 @given(length=st.integers(0, 2000), back=st.integers(0, REWIND_SLACK))
 def test_the_rings_hold_all_that_a_timeline_needs_after_it_was_cut_back(ratio, length, back):
-    (_, _, kv, *_) = CacheLayout(known_shape(2, ratios=(ratio,)), LayerSpan(0, 0), 8).tensors()
+    (_, _, kv, *_) = CacheLayout(known_shape(2, ratios=(ratio,)), LayerRange(0, 0), 8).tensors()
     cache = CompressedCache(ratio, torch.empty(0), Ring(torch.empty(0)), Ring(torch.empty(0)))
     back = min(back, length)
     needed = cache.pending_from(length - back)
@@ -69,7 +69,7 @@ def test_the_layout_has_rows_for_every_window_of_the_context_and_slack_in_every_
     plain, four, long = (
         [(part.shape, part.dtype) for part in layout]
         for layout in (
-            CacheLayout(SHAPE, LayerSpan(layer, layer), 513).tensors() for layer in (0, 1, 2)
+            CacheLayout(SHAPE, LayerRange(layer, layer), 513).tensors() for layer in (0, 1, 2)
         )
     )
     raw = ((16 + REWIND_SLACK, 160), torch.float16)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4.cache import NO_SCORE, CacheLayout, CompressedCache
-from ds4py.models.deepseek4.compressor import Compressor, Finish, pool
+from ds4py.models.deepseek4.compressor import Compressor, FinishRow, pool
 from ds4py.models.deepseek4.rotary import Rotary, rotate_
 from tests.unit.models.deepseek4.support import (
     CPU,
@@ -45,14 +45,14 @@ class Bench:
         kv: torch.Tensor,
         gate: torch.Tensor,
         ape: torch.Tensor,
-        finish: Finish = torch.Tensor.half,
+        finish: FinishRow = torch.Tensor.half,
     ):
         self.shape = shape_of(ratio, kv.shape[1])
         norm = np.array([1, 2], np.float32)
         arrays = {"kv.weight": kv.numpy(), "gate.weight": gate.numpy(), "ape.weight": ape.numpy()}
         own = weights({**arrays, "norm.weight": norm})
         self._compressor = Compressor(self.shape, ratio, own, finish)
-        layout = CacheLayout(self.shape, LayerSpan(0, 0), 512)
+        layout = CacheLayout(self.shape, LayerRange(0, 0), 512)
         (layer,) = layout.layers(empty_cache(layout.tensors(), math.nan))
         assert layer.compressed is not None
         self.cache: CompressedCache = layer.compressed
@@ -67,7 +67,7 @@ class Bench:
         return self.cache.rows[: self.length // self.cache.ratio]
 
 
-def b6(ratio: int, finish: Finish = torch.Tensor.half) -> tuple[Bench, torch.Tensor]:
+def b6(ratio: int, finish: FinishRow = torch.Tensor.half) -> tuple[Bench, torch.Tensor]:
     width = 4 if ratio == 4 else 2
     t, j = torch.meshgrid(torch.arange(2 * ratio), torch.arange(width), indexing="ij")
     x = ((5 * t + 3 * j) % 11 - 5) / 2
@@ -75,7 +75,7 @@ def b6(ratio: int, finish: Finish = torch.Tensor.half) -> tuple[Bench, torch.Ten
     return Bench(ratio, torch.eye(width), 0.5 * torch.eye(width), ape, finish), x
 
 
-def unrotated(ratio: int) -> Finish:
+def unrotated(ratio: int) -> FinishRow:
     """Turn rows of windows 0, 1 … back from the positions of their first tokens."""
 
     def finish(rows: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.layer_range import LayerSpan
-from ds4py.models.base import Placement
+from ds4py.layer_range import LayerRange
+from ds4py.models.base import DeviceSpec
 from ds4py.models.deepseek4.cache import CacheLayout, CompressedCache
 from ds4py.models.deepseek4.indexer import Indexer, IndexQueries, choose_rows
 from ds4py.models.deepseek4.rotary import rotate_
@@ -47,12 +47,12 @@ def arrays(shape: Shape, *, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def indexer(shape: Shape, where: Placement | None = None) -> Indexer:
+def indexer(shape: Shape, where: DeviceSpec | None = None) -> Indexer:
     return Indexer(shape, weights(arrays(shape), where=where))
 
 
 def index_cache(shape: Shape) -> CompressedCache:
-    layout = CacheLayout(shape, LayerSpan(0, 0), 512)
+    layout = CacheLayout(shape, LayerRange(0, 0), 512)
     (layer,) = layout.layers(empty_cache(layout.tensors(), math.nan))
     assert layer.index is not None
     return layer.index

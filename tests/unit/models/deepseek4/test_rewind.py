@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds4py.activations import F32
 from ds4py.config import ActQuant, EngineConfig
-from ds4py.contracts import SessionId, SliceOutput, SliceWork, Want
+from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.errors import ModelError
 from ds4py.models.deepseek4.cache import REWIND_SLACK
@@ -54,16 +54,16 @@ def feed(
 ) -> F32:
     """Evaluate one span; return the logits after its last token."""
     pos0 = 0 if reset else runner.length(session) or 0
-    work = SliceWork(
+    work = ForwardRequest(
         session=session,
         tokens=tuple(tokens),
         pos0=pos0,
         hidden=None,
-        want=Want.LOGITS,
+        output_kind=OutputKind.LOGITS,
         reset=reset,
     )
     (answer,) = runner.run([work])
-    assert isinstance(answer, SliceOutput), answer
+    assert isinstance(answer, ForwardOutput), answer
     assert answer.logits is not None
     return answer.logits
 

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.requests.prompts import Manner, TextStack, chat_prompt
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
@@ -11,8 +11,8 @@ from tests.fakes import FakeBackend
 from tests.unit.server.support import script, server, text_stack
 from tests.unit.text import tiny_deepseek4 as tiny
 
-ASK = Message("user", "Say hello.")
-BEGUN = Message("assistant", "Hello, wo")
+ASK = ChatMessage("user", "Say hello.")
+BEGUN = ChatMessage("assistant", "Hello, wo")
 DEEPSEEK = TextStack(tiny.tokenizer(), tiny.chat())
 
 
@@ -52,7 +52,7 @@ def test_a_format_without_ends_of_turns_opens_another_turn():
 
 
 def test_calls_are_no_begun_answer():
-    call = Message("assistant", "", calls=(PastCall("id", "f", "{}"),))
+    call = ChatMessage("assistant", "", calls=(PastCall("id", "f", "{}"),))
     assert written(DEEPSEEK, ASK, call).endswith(Marker.EOS)
 
 

@@ -8,7 +8,7 @@ import pytest
 from ds4py.errors import RequestError
 from ds4py.server.api import json_body
 from ds4py.server.api.chat.request import read_chat
-from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.messages.request import read_messages
 from ds4py.server.requests import prompts
 from ds4py.server.requests.prompts import excess
@@ -110,12 +110,12 @@ class TestExcess:
         return excess(text_stack(), messages, tools, n_ctx)
 
     def test_what_may_fit_is_not_weighed(self):
-        assert self.excess(Message("user", "x" * 800)) is None
+        assert self.excess(ChatMessage("user", "x" * 800)) is None
 
     def test_a_text_that_can_not_fit_tells_roughly_how_long_it_is(self):
         text = "x" * 10_000
         exact = len(text_stack().tokenizer.encode(text, special=False))
-        assert self.excess(Message("user", text)) == pytest.approx(exact, rel=0.1)
+        assert self.excess(ChatMessage("user", text)) == pytest.approx(exact, rel=0.1)
 
     def test_only_its_beginning_is_tokenized(self, monkeypatch):
         stack, seen = text_stack(), []
@@ -123,17 +123,17 @@ class TestExcess:
         monkeypatch.setattr(
             stack.tokenizer, "encode", lambda text, **how: seen.append(text) or encode(text, **how)
         )
-        assert self.excess(Message("user", "x" * 100_000)) > 50_000
+        assert self.excess(ChatMessage("user", "x" * 100_000)) > 50_000
         assert sum(map(len, seen)) < 1000
 
     def test_many_messages_count_together(self):
-        assert self.excess(*[Message("user", "x" * 10)] * 200) is not None
+        assert self.excess(*[ChatMessage("user", "x" * 10)] * 200) is not None
 
     def test_reasoning_may_be_left_out_of_a_prompt_but_has_an_end(self):
-        assert self.excess(Message("assistant", "x", reasoning="y" * 350)) is None
-        assert self.excess(Message("assistant", "x", reasoning="y" * 2000)) is not None
+        assert self.excess(ChatMessage("assistant", "x", reasoning="y" * 350)) is None
+        assert self.excess(ChatMessage("assistant", "x", reasoning="y" * 2000)) is not None
 
     def test_arguments_and_tools_count(self):
         call = PastCall("id", "f", "z" * 2000)
-        assert self.excess(Message("assistant", "x", calls=(call,))) is not None
-        assert self.excess(Message("user", "x"), tools=["t" * 2000]) is not None
+        assert self.excess(ChatMessage("assistant", "x", calls=(call,))) is not None
+        assert self.excess(ChatMessage("user", "x"), tools=["t" * 2000]) is not None

@@ -17,10 +17,10 @@ from ds4py.server.requests.events import (
     CallOpened,
     Done,
     LogProb,
-    Piece,
     Ranked,
     Started,
     Tally,
+    TextPiece,
 )
 
 TALLY = Tally(n_prompt=10, n_cached=4, n_completion=3, prefill_seconds=0.5, decode_seconds=0.25)
@@ -69,7 +69,7 @@ def test_usage_tells_the_tokens_of_the_reasoning():
 
 
 def test_reasoning_and_calls_stand_beside_the_content():
-    whole = answer(Piece("", reasoning="hm"), *CALLS)
+    whole = answer(TextPiece("", reasoning="hm"), *CALLS)
     (choice,) = CHAT.whole(whole, replace(DONE, finish="tool_calls"))["choices"]
     listed = [
         {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}},
@@ -85,7 +85,7 @@ def test_reasoning_and_calls_stand_beside_the_content():
 
 
 def test_a_call_streams_as_a_header_and_fragments():
-    events = [Piece("", reasoning="hm"), *CALLS]
+    events = [TextPiece("", reasoning="hm"), *CALLS]
     sent = chunks(frame for event in events for frame in CHAT.written(event))
     assert [chunk["choices"][0]["delta"] for chunk in sent] == [
         {"reasoning_content": "hm"},
@@ -100,7 +100,7 @@ def test_a_call_streams_as_a_header_and_fragments():
 
 
 def test_log_probabilities_have_the_shape_of_either_endpoint():
-    piece = Piece("a", logprobs=(LOGPROB,))
+    piece = TextPiece("a", logprobs=(LOGPROB,))
     a, b = ({"token": t, "logprob": p, "bytes": [ord(t)]} for t, p in (("a", -0.5), ("b", -1.5)))
     wanted = {"content": [a | {"top_logprobs": [a, b]}], "refusal": None}
     (chunk,) = chunks(CHAT.written(piece))
@@ -128,7 +128,7 @@ def test_nothing_measured_is_a_rate_of_zero(n, seconds):
 
 
 def test_a_whole_chat_reply():
-    assert CHAT.whole(answer(Piece("Hello")), DONE) == {
+    assert CHAT.whole(answer(TextPiece("Hello")), DONE) == {
         "id": "chatcmpl-7",
         "object": "chat.completion",
         "created": 1780000000,
@@ -146,7 +146,7 @@ def test_a_whole_chat_reply():
 
 
 def test_a_whole_completion_reply():
-    assert COMPLETION.whole(answer(Piece("Hello")), DONE) == {
+    assert COMPLETION.whole(answer(TextPiece("Hello")), DONE) == {
         "id": "cmpl-8",
         "object": "text_completion",
         "created": 1780000000,
@@ -158,7 +158,7 @@ def test_a_whole_completion_reply():
 
 
 def test_chat_chunks_have_no_usage_but_the_last():
-    frames = [*CHAT.started(STARTED), *CHAT.written(Piece("a")), *CHAT.closing(DONE)]
+    frames = [*CHAT.started(STARTED), *CHAT.written(TextPiece("a")), *CHAT.closing(DONE)]
     assert frames[-1] == b"data: [DONE]\n\n"
     *sent, last = chunks(frames)
     assert [chunk["choices"][0] for chunk in sent] == [
@@ -173,7 +173,7 @@ def test_chat_chunks_have_no_usage_but_the_last():
 
 def test_completion_chunks():
     assert list(COMPLETION.started(STARTED)) == []
-    (chunk,) = chunks(COMPLETION.written(Piece("a")))
+    (chunk,) = chunks(COMPLETION.written(TextPiece("a")))
     assert chunk["choices"] == [{"text": "a", "index": 0, "finish_reason": None}]
     end, usage = chunks(COMPLETION.closing(DONE))
     assert end["choices"] == [{"text": "", "index": 0, "finish_reason": "stop"}]
@@ -187,7 +187,7 @@ def test_the_usage_chunk_comes_only_if_asked_for():
 
 @pytest.mark.parametrize("reply", [CHAT, COMPLETION])
 def test_a_broken_generation_says_why_beside_the_finish_reason(reply):
-    for broken in (reply.whole(answer(Piece("par")), FAILED), chunks(reply.closing(FAILED))[0]):
+    for broken in (reply.whole(answer(TextPiece("par")), FAILED), chunks(reply.closing(FAILED))[0]):
         assert broken["choices"][0]["finish_reason"] == "error"
         assert "worker1" in broken["error"]["message"]
         assert broken["error"]["type"] == "server_error"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
 from ds4py.server.api.chat.request import read_chat
-from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.completions.request import read_completion
 
 DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
@@ -121,7 +121,7 @@ def test_stop_is_a_string_or_a_list_of_which_strings_count(stop, read):
 )
 def test_content_forms(content, text):
     body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-    assert read_chat(body, DEFAULTS).messages == (Message("user", text),)
+    assert read_chat(body, DEFAULTS).messages == (ChatMessage("user", text),)
 
 
 def test_roles_are_mapped_and_unknown_ones_dropped():
@@ -351,7 +351,7 @@ def test_everything_of_an_assistants_turn_is_read():
         {"id":"c5","function":{"arguments":"no name"}},
         {"id":"c6"}]}]}"""
     assert read_chat(body, DEFAULTS).messages == (
-        Message(
+        ChatMessage(
             "assistant",
             "",
             reasoning="hm",
@@ -362,7 +362,7 @@ def test_everything_of_an_assistants_turn_is_read():
 
 def test_a_tools_answer_names_its_call():
     body = b'{"messages":[{"role":"tool","tool_call_id":"c1","content":"x"}]}'
-    assert read_chat(body, DEFAULTS).messages == (Message("tool", "x", call_id="c1"),)
+    assert read_chat(body, DEFAULTS).messages == (ChatMessage("tool", "x", call_id="c1"),)
 
 
 def test_what_ds4py_adds():

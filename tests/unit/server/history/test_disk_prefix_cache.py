@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.errors import RemoteWorkError
-from ds4py.server.history.disk_prefix_cache import Checkpoints
-from ds4py.server.history.exact_tokens import Transcripts
-from ds4py.server.history.tool_calls import ToolMemory
+from ds4py.server.history.disk_prefix_cache import DiskPrefixCache
+from ds4py.server.history.exact_tokens import ExactTokens
+from ds4py.server.history.tool_calls import ToolCallMemory
 from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_OWN, Reason
 from tests.fakes import FakeSession
@@ -34,10 +34,10 @@ def make(tmp_path):
     def build(**options):
         usual = {"min_tokens": 8, "continued_interval_tokens": 0, "boundary_align_tokens": 1}
         limits = DiskCacheOptions(**{**usual, "boundary_trim_tokens": 0, **options})
-        tools, transcripts = ToolMemory(), Transcripts()
+        tools, exact_tokens = ToolCallMemory(), ExactTokens()
         disk = DiskCache(tmp_path / "kv", limits, IDENTITY)
-        built = Checkpoints(disk, text_stack().tokenizer, tools, transcripts)
-        built.tools, built.transcripts = tools, transcripts
+        built = DiskPrefixCache(disk, text_stack().tokenizer, tools, exact_tokens)
+        built.tools, built.transcripts = tools, exact_tokens
         return built
 
     return build
@@ -191,8 +191,8 @@ def test_a_prompt_goes_on_behind_any_of_its_bytes(words, data):
     prompt = tokenizer.encode("héllo " + "".join(map(str, words)) + " the end", special=False)
     spelled = tokenizer.decode(prompt, special=True)
     cut = data.draw(st.integers(1, len(spelled) - 1))
-    checkpoints = Checkpoints(None, tokenizer, ToolMemory(), Transcripts())
-    rest = checkpoints._rest(prompt, cut)
+    disk_prefixes = DiskPrefixCache(None, tokenizer, ToolCallMemory(), ExactTokens())
+    rest = disk_prefixes._rest(prompt, cut)
     if rest is not None:
         assert tokenizer.decode(rest, special=True) == spelled[cut:]
         assert rest[-1] == prompt[-1] or len(spelled) - cut < 8

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.server.history.exact_tokens import Transcripts, common_prefix
+from ds4py.server.history.exact_tokens import ExactTokens, common_prefix
 
 PROMPT = (1, 2, 3)
 HIDDEN = (*PROMPT, 90, 91, 4, 5)  # reasoning, then the answer
@@ -12,7 +12,7 @@ END = 7
 
 
 def transcripts(*kept):
-    found = Transcripts()
+    found = ExactTokens()
     for tokens, *views in kept:
         found.keep(tokens, [lambda seen=seen: seen for seen in views])
     return found
@@ -35,7 +35,7 @@ def test_what_was_said_as_it_is_shown_needs_no_other_path():
 
 def test_a_view_is_written_once_and_only_when_needed():
     written = []
-    found = Transcripts()
+    found = ExactTokens()
     found.keep(HIDDEN, [lambda: written.append(1) or SEEN])
     assert written == []
     for _ in range(3):
@@ -58,7 +58,7 @@ def test_with_and_without_reasoning():
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first():
-    found = Transcripts(max_tokens=10)
+    found = ExactTokens(max_tokens=10)
     found.keep((1, 2, 3, 4, 5, 6), [lambda: (1,)])
     found.keep((2, 2, 3, 4, 5, 6), [lambda: (2,)])
     assert list(found.paths((1, 9))) == []

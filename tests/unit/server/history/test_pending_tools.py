@@ -1,15 +1,15 @@
 """Conversations that results of tools go on with."""
 
-from ds4py.server.api.chat_messages import Message
-from ds4py.server.history.pending_tools import Conversations, Kept
+from ds4py.server.api.chat_messages import ChatMessage
+from ds4py.server.history.pending_tools import Kept, PendingTools
 
 
 def kept(text="hi"):
-    return Kept((Message("user", text),), ("{}",))
+    return Kept((ChatMessage("user", text),), ("{}",))
 
 
 def test_exactly_the_calls_of_a_reply_find_it_in_any_order():
-    found = Conversations()
+    found = PendingTools()
     found.keep(["a", "b"], kept())
     assert found.find(["b", "a"]) == kept()
     assert found.find(["a"]) is None
@@ -17,7 +17,7 @@ def test_exactly_the_calls_of_a_reply_find_it_in_any_order():
 
 
 def test_a_later_reply_with_the_same_ids_replaces_an_earlier_one():
-    found = Conversations()
+    found = PendingTools()
     found.keep(["a"], kept("one"))
     found.keep(["a"], kept("two"))
     assert found.find(["a"]) == kept("two")
@@ -25,7 +25,7 @@ def test_a_later_reply_with_the_same_ids_replaces_an_earlier_one():
 
 def test_memory_is_bounded_and_the_longest_unused_goes_first():
     one = kept("x" * 1000)
-    found = Conversations(max_bytes=3 * one.n_bytes)
+    found = PendingTools(max_bytes=3 * one.n_bytes)
     for name in "abc":
         found.keep([name], one)
     found.find(["a"])
@@ -34,6 +34,6 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first():
 
 
 def test_one_that_is_larger_than_all_memory_is_not_kept():
-    found = Conversations(max_bytes=100)
+    found = PendingTools(max_bytes=100)
     found.keep(["a"], kept())
     assert found.find(["a"]) is None

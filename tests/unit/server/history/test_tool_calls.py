@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.server.history.tool_calls import ToolMemory
+from ds4py.server.history.tool_calls import ToolCallMemory
 
 
 def test_a_block_comes_back_if_all_calls_are_of_it() -> None:
-    memory = ToolMemory()
+    memory = ToolCallMemory()
     memory.remember(["a", "b"], "\n\nAB")
     memory.remember(["c"], "C")
     assert memory.block_for(["a", "b"]) == memory.block_for(["b"]) == "\n\nAB"
@@ -22,7 +22,7 @@ def test_a_block_comes_back_if_all_calls_are_of_it() -> None:
 
 
 def test_what_was_remembered_last_counts() -> None:
-    memory = ToolMemory(max_bytes=4)
+    memory = ToolCallMemory(max_bytes=4)
     memory.remember(["a"], "old")
     memory.remember(["a"], "new!")
     assert memory.block_for(["a"]) == "new!"
@@ -30,7 +30,7 @@ def test_what_was_remembered_last_counts() -> None:
 
 
 def test_the_least_recently_used_id_is_forgotten_first() -> None:
-    memory = ToolMemory(max_ids=2)
+    memory = ToolCallMemory(max_ids=2)
     memory.remember(["a"], "A")
     memory.remember(["b"], "B")
     assert memory.block_for(["a"]) == "A"
@@ -39,7 +39,7 @@ def test_the_least_recently_used_id_is_forgotten_first() -> None:
 
 
 def test_bytes_of_blocks_are_limited_and_shared_ones_count_once() -> None:
-    memory = ToolMemory(max_bytes=8)
+    memory = ToolCallMemory(max_bytes=8)
     memory.remember(["a", "b"], "é" * 3)
     memory.remember(["c"], "é")
     assert memory.block_for(["a", "b"]) == "é" * 3
@@ -48,23 +48,23 @@ def test_bytes_of_blocks_are_limited_and_shared_ones_count_once() -> None:
 
 
 def test_a_block_without_room_is_not_remembered_and_pushes_out_nothing() -> None:
-    memory = ToolMemory(max_bytes=4)
+    memory = ToolCallMemory(max_bytes=4)
     memory.remember(["a"], "A")
     memory.remember(["b"], "BBBBB")
     memory.remember(["c"], "")
     assert [memory.block_for([id_]) for id_ in "abc"] == ["A", None, None]
-    nothing = ToolMemory(max_ids=0)
+    nothing = ToolCallMemory(max_ids=0)
     nothing.remember(["a"], "A")
     assert nothing.block_for(["a"]) is None
 
 
 def test_the_calls_of_a_prompt_survive_a_restart() -> None:
-    memory = ToolMemory()
+    memory = ToolCallMemory()
     memory.remember(["b", "a"], "AB 😀")
     memory.remember(["c"], "C")
     stored = memory.items_for(["AB 😀", "unknown", "AB 😀"])
     assert stored == {b"a": "AB 😀".encode(), b"b": "AB 😀".encode()}
-    again = ToolMemory()
+    again = ToolCallMemory()
     again.remember(["b"], "newer")
     again.restore({**stored, b"\xff": b"x", b"d": b"\xff"})
     assert [again.block_for([id_]) for id_ in "abcd"] == ["AB 😀", "newer", None, None]
@@ -83,7 +83,7 @@ STEPS = st.lists(
 def test_the_limits_hold_and_nothing_is_made_up(
     steps: list[tuple[str, list[str], str]], max_ids: int, max_bytes: int
 ) -> None:
-    memory, told = ToolMemory(max_ids, max_bytes), {}
+    memory, told = ToolCallMemory(max_ids, max_bytes), {}
     for what, ids, block in steps:
         if what == "remember":
             memory.remember(ids, block)
@@ -105,7 +105,7 @@ def test_the_limits_hold_and_nothing_is_made_up(
 
 
 def test_threads_may_share_it() -> None:
-    memory = ToolMemory(max_ids=40)
+    memory = ToolCallMemory(max_ids=40)
 
     def work(name: str) -> None:
         for n in range(200):

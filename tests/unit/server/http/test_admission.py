@@ -7,12 +7,12 @@ from contextlib import ExitStack
 import pytest
 
 from ds4py.errors import RequestError
-from ds4py.server.http.admission import Intake
+from ds4py.server.http.admission import AdmissionControl
 from tests.unit.server.support import DEADLINE
 
 
 def intake(**limits):
-    return Intake(**{"max_requests": 2, "max_body_bytes": 100, **limits})
+    return AdmissionControl(**{"max_requests": 2, "max_body_bytes": 100, **limits})
 
 
 def test_bytes_of_all_requests_count_together_and_are_given_back():

@@ -1,9 +1,9 @@
 """What the tests of measuring share: a clock, a backend whose stages say what a test wants."""
 
 from ds4py.contracts import Health, StageStatus
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.server.observability.console_stats import Watched
-from ds4py.server.observability.request_metrics import Meter
+from ds4py.server.observability.request_metrics import RequestMetrics
 from tests.fakes import FakeBackend
 
 CHAT = "/v1/chat/completions"
@@ -11,7 +11,7 @@ CHAT = "/v1/chat/completions"
 STAGES = (
     StageStatus(
         name="coordinator",
-        span=LayerSpan(0, 1),
+        layers=LayerRange(0, 1),
         weight_bytes=900,
         prefill_tokens=512,
         prefill_usec=1_000_000,
@@ -25,7 +25,7 @@ STAGES = (
     ),
     StageStatus(
         name="10.0.0.3:8002",
-        span=LayerSpan(2, 3, has_output=True),
+        layers=LayerRange(2, 3, has_output=True),
         prefill_tokens=500,
         prefill_usec=250_000,
         prefill_hop_usec=30_000,
@@ -64,18 +64,22 @@ class Backend(FakeBackend):
 
 
 def watched(
-    backend: FakeBackend | None = None, meter: Meter | None = None, *, load=(1, 2), n_sessions=4
+    backend: FakeBackend | None = None,
+    meter: RequestMetrics | None = None,
+    *,
+    load=(1, 2),
+    n_sessions=4,
 ) -> Watched:
     return Watched(
         backend=backend or Backend(),
-        meter=meter or Meter(Clock()),
+        meter=meter or RequestMetrics(Clock()),
         load=lambda: load,
         n_sessions=n_sessions,
         name="toy",
     )
 
 
-def one_request(meter: Meter, *, n_tokens: int = 3, clock: Clock | None = None) -> None:
+def one_request(meter: RequestMetrics, *, n_tokens: int = 3, clock: Clock | None = None) -> None:
     """Let a request run from its arrival to its end."""
     request = meter.accepted(CHAT)
     request.queued()

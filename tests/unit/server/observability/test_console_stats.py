@@ -9,9 +9,9 @@ import pytest
 from ds4py import __version__
 from ds4py.contracts import StageStatus
 from ds4py.errors import CancelledError, ClusterError
-from ds4py.server.observability.console_stats import Stats
+from ds4py.server.observability.console_stats import ConsoleStats
 from ds4py.server.observability.event_log import EventLog
-from ds4py.server.observability.request_metrics import Meter
+from ds4py.server.observability.request_metrics import RequestMetrics
 from tests.unit.server.observability.measured import (
     CHAT,
     STAGES,
@@ -28,9 +28,9 @@ class Server:
     def __init__(self, *stages: StageStatus, **options) -> None:
         self.clock = Clock()
         self.backend = Backend(stages or STAGES)
-        self.meter = Meter(self.clock)
+        self.meter = RequestMetrics(self.clock)
         self.events = EventLog()
-        self.stats = Stats(
+        self.stats = ConsoleStats(
             watched(self.backend, self.meter, **options),
             self.events,
             clock=self.clock,
@@ -101,7 +101,7 @@ def test_stages_stand_in_order_and_a_hop_leads_to_the_next():
 
 
 def test_a_coordinator_without_layers_has_none_and_is_never_busy():
-    server = Server(StageStatus(name="coordinator", span=None), STAGES[1])
+    server = Server(StageStatus(name="coordinator", layers=None), STAGES[1])
     server.read()
     first, last = server.read(after=1.0)["stages"]
     assert (first["layers"], first["has_output"], first["busy"]) == (None, False, None)

@@ -4,15 +4,15 @@ import dataclasses
 
 from ds4py.config import ServerConfig
 from ds4py.contracts import Health, StageStatus
-from ds4py.layer_range import LayerSpan
+from ds4py.layer_range import LayerRange
 from ds4py.server.observability.health import health_object, model_objects, served_name
 from tests.fakes import FakeBackend
 
 STAGES = (
-    StageStatus(name="coordinator", span=None),
+    StageStatus(name="coordinator", layers=None),
     StageStatus(
         name="10.0.0.2:8001",
-        span=LayerSpan(0, 1),
+        layers=LayerRange(0, 1),
         weight_bytes=1000,
         prefill_tokens=512,
         prefill_usec=1_000_000,
@@ -20,7 +20,7 @@ STAGES = (
         decode_usec=500_000,
         decode_hop_usec=2500,
     ),
-    StageStatus(name="10.0.0.3:8002", span=LayerSpan(2, 3, has_output=True)),
+    StageStatus(name="10.0.0.3:8002", layers=LayerRange(2, 3, has_output=True)),
 )
 
 

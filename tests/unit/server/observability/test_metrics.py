@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ds4py.contracts import StageStatus
 from ds4py.errors import ClusterError, RequestError
 from ds4py.server.observability.metrics import Metrics, metrics_response
-from ds4py.server.observability.request_metrics import Meter
+from ds4py.server.observability.request_metrics import RequestMetrics
 from tests.unit.server.observability.measured import (
     CHAT,
     STAGES,
@@ -28,9 +28,9 @@ DASHBOARD = json.loads((ROOT / "tools" / "grafana-dashboard.json").read_text(enc
 NAME = re.compile(r"\b(?:ds4|process)_[a-z0-9_]+")
 
 
-def busy_meter() -> Meter:
+def busy_meter() -> RequestMetrics:
     clock = Clock()
-    meter = Meter(clock)
+    meter = RequestMetrics(clock)
     one_request(meter, clock=clock)
     meter.accepted(CHAT).failed(RequestError("full", status=429))
     return meter
@@ -128,7 +128,7 @@ def test_what_is_not_known_of_a_stage_is_left_out(metrics):
 
 
 def test_the_route_tells_how_many_layers_are_missing():
-    backend = Backend((StageStatus(name="coordinator", span=None), STAGES[1]))
+    backend = Backend((StageStatus(name="coordinator", layers=None), STAGES[1]))
     metrics = Metrics(watched(backend))
     backend.state = replace(backend.state, ready=False, missing="layers 0-1")
     assert value(metrics, "ds4_route_ready") == 0
@@ -164,7 +164,7 @@ def test_servers_of_one_process_do_not_share_their_numbers():
 
 
 def test_what_grows_between_two_questions_is_seen(metrics):
-    meter = Meter(Clock())
+    meter = RequestMetrics(Clock())
     metrics = Metrics(watched(meter=meter))
     before = value(metrics, "ds4_completion_tokens_total")
     one_request(meter)

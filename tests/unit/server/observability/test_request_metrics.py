@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from ds4py.errors import CancelledError, ClusterError, RequestError, RouteIncompleteError
-from ds4py.server.observability.request_metrics import Ending, Meter, unmetered
+from ds4py.server.observability.request_metrics import Ending, RequestMetrics, unmetered
 from tests.unit.server.observability.measured import CHAT, Clock
 
 
 def test_a_request_leaves_its_tokens_and_times():
     clock = Clock()
-    meter = Meter(clock)
+    meter = RequestMetrics(clock)
     request = meter.accepted(CHAT)
     clock.pass_(1.0)  # reading, tokenizing
     request.queued()
@@ -40,7 +40,7 @@ def test_a_request_leaves_its_tokens_and_times():
 
 def test_values_stand_below_their_bounds_inclusively():
     clock = Clock()
-    meter = Meter(clock)
+    meter = RequestMetrics(clock)
     for seconds in (0.01, 0.011, 1000.0):
         request = meter.accepted(CHAT)
         clock.pass_(seconds)
@@ -64,7 +64,7 @@ def test_values_stand_below_their_bounds_inclusively():
     ],
 )
 def test_an_error_reply_is_counted_by_reason_and_status(error, leased, ending):
-    meter = Meter(Clock())
+    meter = RequestMetrics(Clock())
     request = meter.accepted(CHAT)
     if leased:
         with request.leased():
@@ -75,7 +75,7 @@ def test_an_error_reply_is_counted_by_reason_and_status(error, leased, ending):
 
 
 def test_a_stream_that_breaks_has_the_status_that_was_sent():
-    meter = Meter(Clock())
+    meter = RequestMetrics(Clock())
     for error in (CancelledError("gone"), ClusterError("no")):
         request = meter.accepted(CHAT)
         with request.leased():
@@ -86,7 +86,7 @@ def test_a_stream_that_breaks_has_the_status_that_was_sent():
 
 
 def test_a_request_ends_once():
-    meter = Meter(Clock())
+    meter = RequestMetrics(Clock())
     request = meter.accepted(CHAT)
     request.finished("length")
     request.failed(ClusterError("and then"))
@@ -96,7 +96,7 @@ def test_a_request_ends_once():
 
 
 def test_a_second_attempt_has_the_same_prompt():
-    meter = Meter(Clock())
+    meter = RequestMetrics(Clock())
     request = meter.accepted(CHAT)
     request.prefilled(10, 4)
     request.prefilled(12, 12)
@@ -105,7 +105,7 @@ def test_a_second_attempt_has_the_same_prompt():
 
 def test_time_counts_as_active_once_whoever_runs_and_also_while_one_reads():
     clock = Clock()
-    meter = Meter(clock)
+    meter = RequestMetrics(clock)
     with meter.accepted(CHAT).leased():
         clock.pass_(1.0)
         with meter.accepted(CHAT).leased():
@@ -117,14 +117,14 @@ def test_time_counts_as_active_once_whoever_runs_and_also_while_one_reads():
 
 
 def test_a_lease_ends_with_an_error_too():
-    meter = Meter(Clock())
+    meter = RequestMetrics(Clock())
     with pytest.raises(ZeroDivisionError), meter.accepted(CHAT).leased():
         1 / 0  # noqa: B018
     assert meter.read().leased == 0
 
 
 def test_many_threads_lose_no_token():
-    meter = Meter()
+    meter = RequestMetrics()
     n_threads, n_tokens = 4, 500
 
     def generate():

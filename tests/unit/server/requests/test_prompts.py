@@ -3,7 +3,7 @@
 import pytest
 
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.requests.prompts import Manner, TextStack, check_fits, completion_prompt
 from ds4py.server.requests.prompts import chat_prompt as written
 from ds4py.text.chat_formats.template import ChatTemplate
@@ -36,7 +36,7 @@ def of_template(source):
 
 
 def test_a_conversation_is_written_by_the_template():
-    prompt = chat_prompt(text_stack(), [Message("system", "s"), Message("user", "hello")])
+    prompt = chat_prompt(text_stack(), [ChatMessage("system", "s"), ChatMessage("user", "hello")])
     assert decoded(prompt) == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -45,8 +45,8 @@ def test_a_conversation_is_written_by_the_template():
 def test_every_part_of_a_conversation_reaches_the_template():
     stack = of_template("{{ messages|tojson }}{{ tools|tojson }}{{ enable_thinking }}")
     turns = [
-        Message("assistant", "", reasoning="hm", calls=(PastCall("c", "f", '{"a":1}'),)),
-        Message("tool", "r", call_id="c"),
+        ChatMessage("assistant", "", reasoning="hm", calls=(PastCall("c", "f", '{"a":1}'),)),
+        ChatMessage("tool", "r", call_id="c"),
     ]
     assert decoded(chat_prompt(stack, turns, think="none", tools=[TOOL]), stack) == (
         '[{"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": '
@@ -58,9 +58,9 @@ def test_every_part_of_a_conversation_reaches_the_template():
 
 def test_every_part_of_a_conversation_reaches_deepseek_v4():
     turns = [
-        Message("user", "u"),
-        Message("assistant", "", reasoning="hm", calls=(PastCall("c", "f", '{ "a" : 1.0 }'),)),
-        Message("tool", "r", call_id="c"),
+        ChatMessage("user", "u"),
+        ChatMessage("assistant", "", reasoning="hm", calls=(PastCall("c", "f", '{ "a" : 1.0 }'),)),
+        ChatMessage("tool", "r", call_id="c"),
     ]
     text = decoded(chat_prompt(V4, turns, tools=[TOOL]), V4)
     assert '\n{"name":"f"}\n' in text
@@ -70,11 +70,11 @@ def test_every_part_of_a_conversation_reaches_deepseek_v4():
 
 
 def test_the_usual_system_text_stands_in_front_only_if_asked_for_and_nobody_wrote_one():
-    hi = Message("user", "hi")
+    hi = ChatMessage("user", "hi")
     usual = decoded(chat_prompt(V4, [hi], default_system=True), V4)
     assert usual.removeprefix("<｜begin▁of▁sentence｜>").startswith("You are a helpful")  # noqa: RUF001
     for role in ("system", "developer"):
-        given = [Message(role, "s"), hi]
+        given = [ChatMessage(role, "s"), hi]
         assert chat_prompt(V4, given, default_system=True) == chat_prompt(V4, given)
     assert "helpful" not in decoded(chat_prompt(V4, [hi]), V4)
     plain = chat_prompt(text_stack(), [hi])
@@ -82,15 +82,17 @@ def test_the_usual_system_text_stands_in_front_only_if_asked_for_and_nobody_wrot
 
 
 def test_deepseek_v4_answers_a_bare_prompt_as_a_turn():
-    wanted = [Message("system", "You are a helpful assistant"), Message("user", "hi")]
+    wanted = [ChatMessage("system", "You are a helpful assistant"), ChatMessage("user", "hi")]
     for think in (None, "none"):
         prompt = completion_prompt(V4, CARD, "hi", think=think)
         assert prompt == chat_prompt(V4, wanted, think=think)
 
 
 def test_a_whole_prompt_is_taken_as_it_is():
-    text = decoded(chat_prompt(V4, [Message("user", "hi")]), V4)
-    assert completion_prompt(V4, CARD, text, raw=True) == chat_prompt(V4, [Message("user", "hi")])
+    text = decoded(chat_prompt(V4, [ChatMessage("user", "hi")]), V4)
+    assert completion_prompt(V4, CARD, text, raw=True) == chat_prompt(
+        V4, [ChatMessage("user", "hi")]
+    )
     assert completion_prompt(V4, CARD, "hi", raw=True) == tuple(
         tiny.tokenizer().encode("hi", special=False)
     )

@@ -9,9 +9,9 @@ import pytest
 from ds4py.errors import CancelledError, Ds4Error, RequestError
 from ds4py.server.api.options import Options
 from ds4py.server.requests import queue as jobs_module
-from ds4py.server.requests.events import Done, Piece, Started, Waiting
-from ds4py.server.requests.queue import Jobs
-from ds4py.server.requests.request import Order
+from ds4py.server.requests.events import Done, Queued, Started, TextPiece
+from ds4py.server.requests.queue import RequestQueue
+from ds4py.server.requests.request import GenerationRequest
 from tests.unit.server.support import DEADLINE, GREEDY
 
 FINISHED = Done(finish="stop")
@@ -19,11 +19,11 @@ FINISHED = Done(finish="stop")
 
 def order(name=1):
     options = Options(model=None, max_tokens=None, sampling=GREEDY)
-    return Order(prompt=(name,), options=options, max_tokens=1)
+    return GenerationRequest(prompt=(name,), options=options, max_tokens=1)
 
 
 class Work:
-    """A function for `Jobs` that waits at a door; remembers what ran."""
+    """A function for `RequestQueue` that waits at a door; remembers what ran."""
 
     def __init__(self, *, n_pieces=1, error=None, until_cancelled=False):
         self.door = threading.Event()
@@ -48,7 +48,7 @@ class Work:
             raise CancelledError("noticed")
         emit(Started(1, 0))
         for number in range(self._n_pieces):
-            emit(Piece(str(number)))
+            emit(TextPiece(str(number)))
         return FINISHED
 
     def wait_entered(self):
@@ -57,17 +57,17 @@ class Work:
 
 def run(scenario, work, *, n_threads=1, max_queue=8):
     """Run an async scenario against fresh jobs and end their threads."""
-    jobs = Jobs(work, n_threads=n_threads, max_queue=max_queue)
+    queue = RequestQueue(work, n_threads=n_threads, max_queue=max_queue)
 
     async def bounded():
         async with asyncio.timeout(DEADLINE):
-            return await scenario(jobs)
+            return await scenario(queue)
 
     try:
         return asyncio.run(bounded())
     finally:
         work.door.set()
-        jobs.close(DEADLINE)
+        queue.close(DEADLINE)
 
 
 async def everything(job):
@@ -84,7 +84,13 @@ def test_events_arrive_in_order_and_end_with_done():
     async def scenario(jobs):
         return await everything(jobs.submit(order()))
 
-    assert run(scenario, work) == [Started(1, 0), Piece("0"), Piece("1"), Piece("2"), FINISHED]
+    assert run(scenario, work) == [
+        Started(1, 0),
+        TextPiece("0"),
+        TextPiece("1"),
+        TextPiece("2"),
+        FINISHED,
+    ]
     assert work.threads == {"ds4-generate-0"}
 
 
@@ -184,7 +190,7 @@ def test_a_waiting_order_that_is_cancelled_never_runs_and_frees_its_place():
         return await everything(waiting)
 
     place, done = run(scenario, work)
-    assert place == Waiting(1)
+    assert place == Queued(1)
     assert isinstance(done.error, CancelledError)
     assert work.ran == [1]
 
@@ -201,9 +207,9 @@ def test_a_waiting_order_hears_of_its_place_whenever_it_changes():
         return [await everything(job) for job in waiting]
 
     second, _, fourth = run(scenario, work)
-    assert [event for event in second if isinstance(event, Waiting)] == [Waiting(1)]
-    assert [event for event in fourth if isinstance(event, Waiting)] == [
-        *(Waiting(place) for place in (3, 2, 1)),
+    assert [event for event in second if isinstance(event, Queued)] == [Queued(1)]
+    assert [event for event in fourth if isinstance(event, Queued)] == [
+        *(Queued(place) for place in (3, 2, 1)),
     ]
 
 
@@ -248,7 +254,7 @@ def test_a_client_that_does_not_read_pauses_the_generation(monkeypatch):
 
     def work(asked, emit, cancelled):
         for number in range(10):
-            emit(Piece(str(number)))
+            emit(TextPiece(str(number)))
             emitted.append(number)
             if number == 3:
                 finished.set()
@@ -273,7 +279,7 @@ def test_a_client_that_never_reads_counts_as_gone(monkeypatch):
     def work(asked, emit, cancelled):
         try:
             for number in range(10):
-                emit(Piece(str(number)))
+                emit(TextPiece(str(number)))
         except CancelledError:
             gone.set()
             raise
@@ -287,28 +293,28 @@ def test_a_client_that_never_reads_counts_as_gone(monkeypatch):
         return await everything(job)
 
     events = run(scenario, work)
-    assert events[:2] == [Piece("0"), Piece("1")]
+    assert events[:2] == [TextPiece("0"), TextPiece("1")]
     assert isinstance(events[-1].error, CancelledError)
 
 
 def test_a_generation_outlives_its_event_loop_without_harm():
     work = Work()
-    jobs = Jobs(work, n_threads=1, max_queue=1)
+    queue = RequestQueue(work, n_threads=1, max_queue=1)
 
     async def leave():
-        jobs.submit(order())
+        queue.submit(order())
         await asyncio.to_thread(work.wait_entered)
 
     asyncio.run(leave())
     work.door.set()
-    jobs.close(DEADLINE)
-    assert jobs.load == (0, 0)
+    queue.close(DEADLINE)
+    assert queue.load == (0, 0)
 
 
 def test_closing_twice_is_harmless():
-    jobs = Jobs(Work(), n_threads=1, max_queue=1)
-    jobs.close(DEADLINE)
-    jobs.close(DEADLINE)
+    queue = RequestQueue(Work(), n_threads=1, max_queue=1)
+    queue.close(DEADLINE)
+    queue.close(DEADLINE)
 
 
 def test_closing_with_grace_lets_what_runs_end_and_answers_what_waits():

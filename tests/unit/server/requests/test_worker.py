@@ -8,11 +8,11 @@ from ds4py.config import SamplingParams
 from ds4py.errors import CancelledError, RemoteWorkError, RequestError, RouteIncompleteError
 from ds4py.generation.grammar import GrammarKind, GrammarSource
 from ds4py.server.api.options import Options
-from ds4py.server.history.exact_tokens import Transcripts
-from ds4py.server.history.tool_calls import ToolMemory
-from ds4py.server.requests.events import Answer, Done, Piece, Prefilling, Started
-from ds4py.server.requests.request import Order
-from ds4py.server.requests.worker import Performer
+from ds4py.server.history.exact_tokens import ExactTokens
+from ds4py.server.history.tool_calls import ToolCallMemory
+from ds4py.server.requests.events import Answer, Done, Prefilling, Started, TextPiece
+from ds4py.server.requests.request import GenerationRequest
+from ds4py.server.requests.worker import GenerationWorker
 from ds4py.text.tool_calls.formats import DSML
 from tests.fakes import FakeBackend
 from tests.unit.server.support import EOS, GREEDY, N_VOCAB, backend, script, text_stack
@@ -27,7 +27,7 @@ BLOCK = """<tool_calls><invoke name="f"><parameter name="a" string="false">1</pa
 def order(prompt=PROMPT, max_tokens=100, *, calls=False, conclude=None, **parts):
     own = {name: parts.pop(name) for name in ("thinking", "retry", "deadline") if name in parts}
     options = Options(**{"model": None, "max_tokens": None, "sampling": GREEDY, **parts})
-    return Order(
+    return GenerationRequest(
         prompt=prompt,
         options=options,
         max_tokens=max_tokens,
@@ -40,13 +40,13 @@ def order(prompt=PROMPT, max_tokens=100, *, calls=False, conclude=None, **parts)
 def perform(fake, asked, cancelled=lambda: False, memory=None):
     """All events but those of the progress, and the end."""
     events = []
-    performer = Performer(fake, text_stack(), memory or ToolMemory(), Transcripts())
+    performer = GenerationWorker(fake, text_stack(), memory or ToolCallMemory(), ExactTokens())
     done = performer.perform(asked, events.append, cancelled)
     return [event for event in events if not isinstance(event, Prefilling)], done
 
 
 def shown(events):
-    return "".join(event.text for event in events if isinstance(event, Piece))
+    return "".join(event.text for event in events if isinstance(event, TextPiece))
 
 
 def test_an_answer_starts_with_the_prompt_and_ends_at_the_end_token():
@@ -58,7 +58,7 @@ def test_an_answer_starts_with_the_prompt_and_ends_at_the_end_token():
 
 
 def thought(events):
-    return "".join(event.reasoning for event in events if isinstance(event, Piece))
+    return "".join(event.reasoning for event in events if isinstance(event, TextPiece))
 
 
 def called(events):
@@ -72,7 +72,7 @@ def test_reasoning_comes_apart_and_is_counted():
     events, done = perform(backend("hm</think>Hi"), order(thinking=True))
     assert (thought(events), shown(events), done.finish) == ("hm", "Hi", "stop")
     assert (done.tally.n_completion, done.tally.n_reasoning) == (12, 10)
-    assert "<" not in "".join(e.text + e.reasoning for e in events if isinstance(e, Piece))
+    assert "<" not in "".join(e.text + e.reasoning for e in events if isinstance(e, TextPiece))
 
 
 def test_reasoning_that_never_ends_is_no_answer():
@@ -159,7 +159,7 @@ def test_every_token_is_reported_once():
     asked = order(thinking=True, calls=True, token_ids=True, max_tokens=250)
     events, _ = perform(backend(says), asked)
     assert [
-        token for event in events if isinstance(event, Piece) for token in event.tokens
+        token for event in events if isinstance(event, TextPiece) for token in event.tokens
     ] == script(says, end=False)
 
 
@@ -263,7 +263,7 @@ def test_nobody_listening_stops_the_work():
             raise CancelledError("gone")
         events.append(event)
 
-    performer = Performer(fake, text_stack(), ToolMemory(), Transcripts())
+    performer = GenerationWorker(fake, text_stack(), ToolCallMemory(), ExactTokens())
     done = performer.perform(order(), emit, lambda: False)
     assert done == Done(finish="error", error=done.error, tally=done.tally)
     assert isinstance(done.error, CancelledError)
@@ -333,12 +333,12 @@ def test_reasoning_that_uses_up_its_budget_is_cut_short():
 def test_log_probabilities_are_of_the_answer_only():
     asked = order(thinking=True, n_logprobs=2)
     events, _ = perform(backend("hm</think>Hé"), asked)
-    found = [one for event in events if isinstance(event, Piece) for one in event.logprobs]
+    found = [one for event in events if isinstance(event, TextPiece) for one in event.logprobs]
     assert b"".join(one.chosen.data for one in found) == "Hé".encode()
     assert [len(one.top) for one in found] == [2, 2, 2]
     assert all(one.top[0] == one.chosen and one.chosen.logprob <= 0 for one in found)
     assert not any(
-        event.logprobs for event in events if isinstance(event, Piece) and event.reasoning
+        event.logprobs for event in events if isinstance(event, TextPiece) and event.reasoning
     )
 
 
@@ -373,22 +373,22 @@ def test_a_prompt_beyond_its_time_is_refused_and_an_answer_ends_early(monkeypatc
     def emit(event):
         nonlocal clock
         events.append(event)
-        clock = 11.0 if isinstance(event, Piece) and event.text == "l" else clock
+        clock = 11.0 if isinstance(event, TextPiece) and event.text == "l" else clock
 
-    performer = Performer(fake, text_stack(), ToolMemory(), Transcripts())
+    performer = GenerationWorker(fake, text_stack(), ToolCallMemory(), ExactTokens())
     done = performer.perform(order(deadline=10.0), emit, lambda: False)
     assert (shown(events), done.finish) == ("Hel", "length")
 
 
 def test_the_cheapest_of_prompts_with_one_meaning_is_evaluated():
-    fake, transcripts = backend("Hello"), Transcripts()
+    fake, exact_tokens = backend("Hello"), ExactTokens()
     hidden, seen = (*PROMPT, 30, 31, 32, 33), (*PROMPT, 33)
-    transcripts.keep(hidden, [lambda: seen])
-    performer = Performer(fake, text_stack(), ToolMemory(), transcripts)
+    exact_tokens.keep(hidden, [lambda: seen])
+    performer = GenerationWorker(fake, text_stack(), ToolCallMemory(), exact_tokens)
     fake.sessions[0].sync(hidden)
     done = performer.perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
     assert (done.tally.n_prompt, done.tally.n_cached) == (len(hidden) + 2, len(hidden))
     other = backend("Hello")
-    performer = Performer(other, text_stack(), ToolMemory(), transcripts)
+    performer = GenerationWorker(other, text_stack(), ToolCallMemory(), exact_tokens)
     done = performer.perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
     assert done.tally.n_prompt == len(seen) + 2, "nothing of it is cached: the short one costs less"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ds4py.errors import RequestError
-from ds4py.text.chat_formats.template import ChatTemplate, Message, text_of
+from ds4py.text.chat_formats.template import ChatTemplate, MessageFields, text_of
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
 from tests.unit.text.tokenizer.toy_vocabularies import bpe, bpe_metadata, spm
 
@@ -57,7 +57,7 @@ def test_further_variables_reach_the_template() -> None:
 
 def test_the_template_sees_the_messages_in_one_form() -> None:
     chat = template("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}")
-    messages: list[Message] = [
+    messages: list[MessageFields] = [
         {"content": "no role"},
         {"role": "assistant", "content": None},
         {"role": "user", "content": [{"text": "a"}, {"type": "image"}, {"text": "b"}]},

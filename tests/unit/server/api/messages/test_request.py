@@ -6,7 +6,7 @@ import pytest
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import Message, PastCall
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.messages.request import read_messages
 
 DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
@@ -52,11 +52,11 @@ def test_system_texts_go_first_without_those_that_always_change():
         {"type": "image"},
     ]
     assert read(system=blocks).messages == (
-        Message("system", "You are careful.\nBe brief."),
-        Message("user", "hi"),
+        ChatMessage("system", "You are careful.\nBe brief."),
+        ChatMessage("user", "hi"),
     )
-    assert read(system="plain").messages[0] == Message("system", "plain")
-    assert read(system=None).messages == read(system=[]).messages == (Message("user", "hi"),)
+    assert read(system="plain").messages[0] == ChatMessage("system", "plain")
+    assert read(system=None).messages == read(system=[]).messages == (ChatMessage("user", "hi"),)
 
 
 def test_an_assistants_blocks_become_one_turn():
@@ -70,7 +70,7 @@ def test_an_assistants_blocks_become_one_turn():
     written = json.dumps(blocks).replace('{"b": 1.0, "a": [1]}', '{"b" : 1.0,"a":[1]}')
     body = '{"messages":[{"role":"assistant","content":' + written + "}]}"
     (turn,) = read_messages(body.encode(), DEFAULTS).messages
-    assert turn == Message(
+    assert turn == ChatMessage(
         "assistant",
         "Let me see.",
         reasoning="hm",
@@ -86,20 +86,20 @@ def test_results_of_tools_keep_their_place_in_the_turn():
         {"type": "text", "text": "now?"},
     ]
     assert turns({"role": "user", "content": content}) == (
-        Message("tool", "14 C", call_id="a"),
-        Message("tool", "dry", call_id="b", continues=True),
-        Message("user", "and now?", continues=True),
+        ChatMessage("tool", "14 C", call_id="a"),
+        ChatMessage("tool", "dry", call_id="b", continues=True),
+        ChatMessage("user", "and now?", continues=True),
     )
     assert turns({"role": "user", "content": content[:1]}) == (
-        Message("tool", "14 C", call_id="a"),
+        ChatMessage("tool", "14 C", call_id="a"),
     )
 
 
 def test_strange_contents_and_roles():
-    assert turns({"role": "user", "content": None}) == (Message("user", ""),)
-    assert turns({"content": ["a", "b"]}) == (Message("user", "ab"),)
+    assert turns({"role": "user", "content": None}) == (ChatMessage("user", ""),)
+    assert turns({"content": ["a", "b"]}) == (ChatMessage("user", "ab"),)
     found = turns({"role": "robot", "content": "x"}, {"role": "user", "content": "y"})
-    assert found == (Message("user", "y"),)
+    assert found == (ChatMessage("user", "y"),)
 
 
 @pytest.mark.parametrize(

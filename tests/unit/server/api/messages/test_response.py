@@ -14,9 +14,9 @@ from ds4py.server.requests.events import (
     CallFragment,
     CallOpened,
     Done,
-    Piece,
     Started,
     Tally,
+    TextPiece,
 )
 
 TALLY = Tally(n_prompt=10, n_cached=4, n_completion=3)
@@ -54,7 +54,10 @@ def whole(*events, done=None):
 
 def test_the_order_of_a_reply_with_everything():
     events = stream(
-        Piece("", reasoning="hm"), Piece("Yes"), *CALL, done=Done(finish="tool_calls", tally=TALLY)
+        TextPiece("", reasoning="hm"),
+        TextPiece("Yes"),
+        *CALL,
+        done=Done(finish="tool_calls", tally=TALLY),
     )
     assert [name for name, _ in events] == [
         *("message_start", "content_block_start", "content_block_delta"),
@@ -94,7 +97,7 @@ def test_blocks_never_overlap_and_each_is_ended(kinds, finish):
             events += [CallClosed(n_calls)]
             n_calls += 1
         else:
-            events.append(Piece("x") if kind == "text" else Piece("", reasoning="r"))
+            events.append(TextPiece("x") if kind == "text" else TextPiece("", reasoning="r"))
     error = RuntimeError("broken") if finish == "error" else None
     open_block, n_blocks = None, 0
     for name, content in stream(*events, done=Done(finish=finish, error=error, tally=TALLY)):
@@ -110,10 +113,10 @@ def test_blocks_never_overlap_and_each_is_ended(kinds, finish):
 
 
 def test_reasoning_alone_is_followed_by_an_empty_text():
-    events = stream(Piece("", reasoning="hm"))
+    events = stream(TextPiece("", reasoning="hm"))
     blocks = [content["content_block"] for _, content in events if "content_block" in content]
     assert [block["type"] for block in blocks] == ["thinking", "text"]
-    assert [block["type"] for block in whole(Piece("", reasoning="hm"))["content"]] == [
+    assert [block["type"] for block in whole(TextPiece("", reasoning="hm"))["content"]] == [
         "thinking",
         "text",
     ]
@@ -131,20 +134,20 @@ def test_reasoning_alone_is_followed_by_an_empty_text():
 )
 def test_why_a_reply_ended(finish, stop, reason):
     done = Done(finish=finish, stop=stop, tally=TALLY)
-    reply = whole(Piece("x"), done=done)
+    reply = whole(TextPiece("x"), done=done)
     assert (reply["stop_reason"], reply["stop_sequence"]) == (reason, stop)
-    ((_, last),) = [e for e in stream(Piece("x"), done=done) if e[0] == "message_delta"]
+    ((_, last),) = [e for e in stream(TextPiece("x"), done=done) if e[0] == "message_delta"]
     assert last["delta"] == {"stop_reason": reason, "stop_sequence": stop}
 
 
 def test_a_whole_reply_has_input_as_values_in_the_models_own_text():
-    reply = whole(Piece("Yes"), *CALL, done=Done(finish="tool_calls", tally=TALLY))
+    reply = whole(TextPiece("Yes"), *CALL, done=Done(finish="tool_calls", tally=TALLY))
     assert [block["type"] for block in reply["content"]] == ["text", "tool_use"]
     assert bytes(reply["content"][1]["input"]) == b'{"a":1}'
 
 
 def test_the_three_kinds_of_prompt_tokens_add_up():
-    usage = whole(Piece("x"))["usage"]
+    usage = whole(TextPiece("x"))["usage"]
     kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     assert sum(usage[kind] for kind in kinds) == TALLY.n_prompt
 
@@ -153,8 +156,8 @@ def test_a_generation_that_broke_off_is_an_error():
     error = RemoteWorkError("lost", hop="worker1")
     done = Done(finish="error", error=error, tally=TALLY)
     with pytest.raises(RemoteWorkError):
-        whole(Piece("x"), done=done)
-    events = stream(Piece("x"), done=done)
+        whole(TextPiece("x"), done=done)
+    events = stream(TextPiece("x"), done=done)
     assert [name for name, _ in events[-2:]] == ["content_block_stop", "error"]
     assert events[-1][1]["error"]["type"] == "api_error"
 

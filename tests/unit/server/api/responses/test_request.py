@@ -6,8 +6,8 @@ import pytest
 
 from ds4py.config import SamplingParams
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import Message, PastCall
-from ds4py.server.api.options import Form
+from ds4py.server.api.chat_messages import ChatMessage, PastCall
+from ds4py.server.api.options import OutputFormat
 from ds4py.server.api.responses.request import read_responses
 from ds4py.server.api.responses.tools import Named
 
@@ -35,7 +35,7 @@ def say(role, text, **more):
 
 def test_a_text_is_one_message_behind_the_instructions():
     asked = read(instructions="Be brief.")
-    assert asked.messages == (Message("system", "Be brief."), Message("user", "hi"))
+    assert asked.messages == (ChatMessage("system", "Be brief."), ChatMessage("user", "hi"))
 
 
 def test_every_field_is_read():
@@ -78,15 +78,15 @@ def test_a_round_with_a_tool():
          "output": [{"type": "input_text", "text": "14 C"}]},
     )  # fmt: skip
     assert found == (
-        Message("user", "Oslo?"),
-        Message(
+        ChatMessage("user", "Oslo?"),
+        ChatMessage(
             "assistant",
             "Checking.",
             reasoning="ask\nit",
             calls=(PastCall("c1", "f", '{"a": 1}'), PastCall("c2", "ns__g", "{}")),
         ),
-        Message("tool", "dry", call_id="c2"),
-        Message("tool", "14 C", call_id="c1"),
+        ChatMessage("tool", "dry", call_id="c2"),
+        ChatMessage("tool", "14 C", call_id="c1"),
     )
 
 
@@ -97,7 +97,7 @@ def test_an_answer_after_an_answer_is_a_turn_of_its_own():
 
 def test_reasoning_alone_is_an_empty_turn():
     found = turns({"type": "reasoning", "summary": []}, say("user", "x"))
-    assert found == (Message("assistant", ""), Message("user", "x"))
+    assert found == (ChatMessage("assistant", ""), ChatMessage("user", "x"))
 
 
 def test_other_kinds_of_calls_and_results():
@@ -147,7 +147,9 @@ def test_tools_of_every_kind():
 def test_the_form_of_an_answer():
     schema = {"type": "object"}
     text = {"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}}
-    assert read(text=text).options.form == Form("json_schema", json.dumps(schema), strict=True)
+    assert read(text=text).options.form == OutputFormat(
+        "json_schema", json.dumps(schema), strict=True
+    )
     assert read(text={"format": {"type": "text"}}).options.form is None
     assert read(text={"verbosity": "low"}).options.form is None
 

@@ -12,9 +12,9 @@ from ds4py.server.requests.events import (
     CallFragment,
     CallOpened,
     Done,
-    Piece,
     Started,
     Tally,
+    TextPiece,
 )
 
 TALLY = Tally(n_prompt=10, n_cached=4, n_completion=3, n_reasoning=2)
@@ -66,7 +66,12 @@ def without_ids(items):
     return [{k: v for k, v in item.items() if k != "id"} for item in items]
 
 
-EVERYTHING = (Piece("", reasoning="hm"), Piece("Yes"), Piece("!"), *call("f", '{"a":1}'))
+EVERYTHING = (
+    TextPiece("", reasoning="hm"),
+    TextPiece("Yes"),
+    TextPiece("!"),
+    *call("f", '{"a":1}'),
+)
 
 
 def test_the_order_of_a_reply_with_everything():
@@ -97,7 +102,7 @@ def test_signs_of_life_are_events_and_the_first_one_creates_the_response():
     reply = new()
     before = [reply.keepalive("queued 1"), reply.keepalive("prefill")]
     assert [*reply.started(Started(10, 4))] == []
-    frames = b"".join([*before, *reply.written(Piece("x")), reply.keepalive("decode")])
+    frames = b"".join([*before, *reply.written(TextPiece("x")), reply.keepalive("decode")])
     blocks = frames.decode().strip().split("\n\n")
     assert [block for block in blocks if block.startswith(":")] == [
         ": queued 1",
@@ -127,7 +132,7 @@ def test_a_whole_reply_is_what_the_stream_ends_with(summary):
 
 
 def test_usage():
-    assert whole(Piece("x"))["usage"] == {
+    assert whole(TextPiece("x"))["usage"] == {
         "input_tokens": 10,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 6},
         "output_tokens": 3,
@@ -171,11 +176,11 @@ def test_a_search_for_tools_is_the_clients_with_values():
 def test_exactly_one_event_tells_the_end(finish, status):
     error = RuntimeError("x") if finish == "error" else None
     done = Done(finish=finish, error=error, tally=TALLY)
-    events = stream(Piece("x"), done=done)
+    events = stream(TextPiece("x"), done=done)
     ends = {"response.completed", "response.incomplete", "response.failed"}
     assert [e["type"] for e in events if e["type"] in ends] == [f"response.{status}"]
     assert events[-1]["response"]["status"] == status
-    reply = whole(Piece("x"), done=done)
+    reply = whole(TextPiece("x"), done=done)
     assert reply["status"] == status
     assert reply.get("incomplete_details") == (
         {"reason": "max_output_tokens"} if finish == "length" else None
@@ -185,5 +190,7 @@ def test_exactly_one_event_tells_the_end(finish, status):
 
 
 def test_reasoning_that_never_ended_is_incomplete():
-    (item,) = whole(Piece("", reasoning="hm"), done=Done(finish="length", tally=TALLY))["output"]
+    (item,) = whole(TextPiece("", reasoning="hm"), done=Done(finish="length", tally=TALLY))[
+        "output"
+    ]
     assert (item["type"], item["status"]) == ("reasoning", "incomplete")
