@@ -30,7 +30,7 @@ class HiddenBatch:
         rows: Number of tokens `T`.
         width: Values per token (`n_hc * n_embd` for DeepSeek V4, `n_embd` for others).
         bits: 32, 16 or 8.
-        data: The packed bytes. The batch does not own them: whoever made the batch promises that
+        data: The packed bytes. The batch does not own them: its maker promises that
             they stay unchanged while it lives.
     """
 

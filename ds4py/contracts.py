@@ -25,8 +25,8 @@ SessionId = NewType("SessionId", int)
 NO_ROOM: Final = "KV cache: "
 """How the words of a `CapacityError` begin that goes away when sessions end.
 
-Between ds4py stages the words are all that a RESULT carries of an error, so whoever wants to know
-whether making room may help looks at this (docs/architecture.md section 5).
+Between ds4py stages the words are all that a RESULT carries of an error, so anyone who wants to
+know whether making room may help looks at this (docs/architecture.md section 5).
 """
 
 Progress = Callable[[int, int], None]
@@ -85,7 +85,7 @@ class ModelCard:
         n_ctx_train: Context length that the model was trained for, in tokens.
         quant_bits: 2 or 4; informational on the wire.
         fingerprint: Of the file without its weights; empty if unknown. Stages of one route may have
-            different ones: a layer may be quantized anew.
+            different ones: a layer may be quantized again.
         cache_form: Of saved sessions; None if the architecture's have no portable form.
     """
 
@@ -387,7 +387,7 @@ class StageStatus:
     Args:
         name: "coordinator" or the worker's address.
         layers: Its layers; None for a coordinator that owns none.
-        weight_bytes: Packed weights in its memory; None if a plain peer can not tell.
+        weight_bytes: Packed weights in its memory; None if a plain peer cannot tell.
         prefill_tokens: Tokens evaluated in spans of more than one token.
         prefill_usec: Time spent on them in evaluation.
         prefill_hop_usec: Time that they spent between the stage before and this one beyond any
@@ -430,7 +430,7 @@ class Health:
         ready: The whole model is reachable.
         missing: Which layers nobody serves; empty when ready.
         stages: The route in layer order, as far as it is known.
-        replays: How often a timeline was evaluated anew because a stage refused or was lost.
+        replays: How often a timeline was evaluated again because a stage refused or was lost.
         route_changes: How often another route was taken, the first one included.
     """
 

@@ -68,7 +68,7 @@ class SnapshotError(FormatError):
 
 
 class UnsupportedQuantError(FormatError):
-    """A tensor type that ds4py can not decode is needed by the chosen layers."""
+    """A tensor type that ds4py cannot decode is needed by the chosen layers."""
 
 
 class ModelError(Ds4Error):
@@ -210,7 +210,7 @@ class CancelledError(Ds4Error):
 
 
 class RequestError(Ds4Error):
-    """A client's request can not be served.
+    """A client's request cannot be served.
 
     Args:
         message: What the client should read.

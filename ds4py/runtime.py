@@ -91,7 +91,7 @@ def open_node(
         trace: Where single spans leave their times, instead of the file that `config` may name.
 
     Raises:
-        ConfigError: The file of the trace can not be written.
+        ConfigError: The file of the trace cannot be written.
     """
     _share_the_machine(sockets)
     with _trace_file(config.trace) as file, _recording(file, COORDINATOR) as written:
@@ -165,12 +165,12 @@ def open_disk_cache(
         kv_type: How its caches are held; what was saved in another way is not for it.
 
     Raises:
-        ConfigError: The folder can not be used, or the model's sessions can not be saved.
+        ConfigError: The folder cannot be used, or the model's sessions cannot be saved.
     """
     card = node.backend.card
     if card.cache_form is None:
         raise ConfigError(
-            f"--kv-disk-dir: sessions of {card.architecture} models can not be saved; leave it out"
+            f"--kv-disk-dir: sessions of {card.architecture} models cannot be saved; leave it out"
         )
     ds4s = isinstance(card.cache_form, CacheForm)
     identity = CacheIdentity(
@@ -199,11 +199,11 @@ def open_worker(
 ) -> Iterator[Worker]:
     """Load a worker's slice and serve it while the context lasts.
 
-    The port is taken before anything is loaded, so that a busy one is told at once; whoever dials
-    meanwhile waits.
+    The port is taken before anything is loaded, so that a busy one is told at once; anyone who
+    dials meanwhile waits.
 
     Raises:
-        ConfigError: The port, or the file of the trace, can not be used.
+        ConfigError: The port, or the file of the trace, cannot be used.
     """
     _share_the_machine(sockets)
     with _trace_file(config.trace) as file, ExitStack() as stack:
@@ -251,7 +251,7 @@ def open_listeners(
         sockets: Socket options.
 
     Raises:
-        ConfigError: An address can not be used.
+        ConfigError: An address cannot be used.
     """
     with ExitStack() as stack:
         shared = http = None

@@ -131,7 +131,7 @@ def survey(folder: Path, *, run: bool) -> list[Proof]:
     found = Survey()
     status = pytest.main([f"--rootdir={ROOT}", *options, *map(str, sorted(holders))], [found])
     if status not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
-        raise SystemExit(f"the numbered tests can not be collected: pytest ended with {status!r}")
+        raise SystemExit(f"the numbered tests cannot be collected: pytest ended with {status!r}")
     return sorted(found.proofs.values(), key=lambda proof: proof.number)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from hypothesis import settings
 
-if not torch.cuda.is_available():  # whoever imports triton first decides for the process
+if not torch.cuda.is_available():  # anyone who imports triton first decides for the process
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # verdicts about kernels go here, of the programs that tests start too

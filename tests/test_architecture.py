@@ -1,7 +1,7 @@
 """The house rules: who imports whom, which library lives where, how big things may be.
 
 The table of docs/architecture.md section 2 is read from that document and checked over the syntax
-tree of every module, so the document and the code can not drift apart.
+tree of every module, so the document and the code cannot drift apart.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
 EXITS: Final[Mapping[int, str]] = {
     exits.OK: "Done, or stopped as asked (a server by SIGTERM or Ctrl+C).",
     exits.FAILED: "It was tried and failed: a file, a model, a peer, or a bar of `ds4py-bench`.",
-    exits.BAD_USAGE: "A flag, a variable or their combination can not be used; nothing was done.",
+    exits.BAD_USAGE: "A flag, a variable or their combination cannot be used; nothing was done.",
     exits.INTERRUPTED: "Interrupted before it was done.",
 }
 
@@ -79,14 +79,14 @@ ENDPOINTS: Final[Sequence[tuple[str, str, str]]] = (
 STATUSES: Final[Mapping[int, str]] = {
     200: "An answer, also one that broke off while it was sent: the body then says so.",
     204: "`OPTIONS`.",
-    400: "The request is not HTTP, not JSON, or says what can not be done; the sentence says what.",
+    400: "The request is not HTTP, not JSON, or says what cannot be done; the sentence says what.",
     401: "The server has an API key and the request does not name it. `/`, `/console/`, `/health` "
     "and `OPTIONS` need none.",
     404: "`unknown endpoint`.",
     413: "The body has more than 64 MiB.",
     429: "The queue is full (`--max-queue`); `Retry-After` is set.",
     500: "The work failed; the log says more.",
-    503: "It can not be done now: layers or memory are missing, the time limit has passed, or the "
+    503: "It cannot be done now: layers or memory are missing, the time limit has passed, or the "
     "server stops; `Retry-After` is set.",
 }
 

@@ -45,7 +45,7 @@ machine 2       [c1][c2][c3][c4]
 An answer has no chunks to overlap:
 
 1. Each token needs *all* layers, one machine after the other.
-2. The next token can not begin before the last one is known.
+2. The next token cannot begin before the last one is known.
 
 Several conversations at once do fill the gaps: look at **Bubble** while `running` is above 1."""
 

@@ -123,7 +123,7 @@ class ContextSweep:
     """Walks a session along the frontiers.
 
     Args:
-        session: Starts anew; its route records into `recorder`.
+        session: Starts again; its route records into `recorder`.
         recorder: Asked for the stages' time; emptied.
         eos_ids: Never generated.
         portable: Bring the session back by a snapshot, not by cutting or replaying.
@@ -208,7 +208,7 @@ class ContextSweep:
             session.load(saved)
         else:
             session.rewind(len(before))
-            session.sync(before)  # where caches can not be cut it replays now, not when timed
+            session.sync(before)  # where caches cannot be cut it replays now, not when timed
         return timing, len(saved)
 
     @contextmanager

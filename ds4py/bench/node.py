@@ -38,7 +38,7 @@ def ready_node(
 
     Raises:
         CancelledError: `cancelled` became true first.
-        Ds4Error: The model or an address can not be used.
+        Ds4Error: The model or an address cannot be used.
     """
     recorder = TraceRecorder()
     with ExitStack() as stack:

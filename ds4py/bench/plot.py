@@ -28,7 +28,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
         title: What was measured.
 
     Raises:
-        ConfigError: The file can not be written.
+        ConfigError: The file cannot be written.
     """
     figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)

@@ -155,7 +155,7 @@ class Wanted:
         """Check the flags.
 
         Raises:
-            ConfigError: They do not fit together, or a picture can not be drawn.
+            ConfigError: They do not fit together, or a picture cannot be drawn.
         """
         from ds4py.bench.context_sweep import SweepPlan
 
@@ -294,7 +294,7 @@ def _read(path: Path) -> str:
     """Return the text of a file.
 
     Raises:
-        ConfigError: It can not be read.
+        ConfigError: It cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")

@@ -90,5 +90,5 @@ def complain(program: str, message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text from outside without anything that could steer a terminal or can not be sent."""
+    """Return text from outside without anything that could steer a terminal or cannot be sent."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -19,7 +19,7 @@ def exclusive(path: Path | None) -> Iterator[None]:
     """Hold the lock file while the context lasts.
 
     Raises:
-        ConfigError: Another process holds it, it can not be opened, or this system has no locks.
+        ConfigError: Another process holds it, it cannot be opened, or this system has no locks.
     """
     if path is None:
         yield

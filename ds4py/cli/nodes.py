@@ -51,8 +51,8 @@ class NodeOpener:
 
         Raises:
             CancelledError: A signal asked to stop.
-            ConfigError: The flags can not be used.
-            Ds4Error: The model can not be loaded.
+            ConfigError: The flags cannot be used.
+            Ds4Error: The model cannot be loaded.
         """
         with ExitStack() as stack:
             with stop_signal() as stopping:

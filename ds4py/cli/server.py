@@ -148,7 +148,7 @@ class HttpFlags:
 @click.option(
     "--api-key-file",
     type=click.Path(path_type=Path),
-    help="The same, from a file that others can not read.",
+    help="The same, from a file that others cannot read.",
 )
 @click.option(
     "--max-queue",
@@ -172,7 +172,7 @@ class HttpFlags:
 )
 @click.option("--nothink", is_flag=True, help="No reasoning unless a request asks for it.")
 @click.option(
-    "--system-in-place", is_flag=True, help="Leave system messages where they are in a talk."
+    "--system-in-place", is_flag=True, help="Keep system messages at their original position."
 )
 @click.option(
     "--ds4-compat-sampling",
@@ -185,14 +185,14 @@ class HttpFlags:
     "exact_replay",
     flag_value=False,
     default=True,
-    help="Write earlier calls of tools anew instead of in the model's words.",
+    help="Re-render previous tool calls instead of replaying the model's exact text.",
 )
 @click.option(
     "--tool-memory-max-ids",
     type=int,
     default=100_000,
     show_default=True,
-    help="Calls of tools whose words are remembered.",
+    help="Tool calls whose words are remembered.",
 )
 @kv_disk_options
 @sampling_options

@@ -60,7 +60,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
     Raises:
         ConfigError: The text has another form, names cores that this process may not use, or the
-            system can not keep threads on cores.
+            system cannot keep threads on cores.
     """
     if not hasattr(os, "sched_getaffinity"):
         raise ConfigError(f"--dist-pin-cores {text}: only Linux can do that; leave it out")
@@ -319,7 +319,7 @@ class ServerConfig:
         api_key: What clients must name; None lets everybody in.
         think: How much models reason if a request does not say; None leaves it to the model.
         system_in_place: Leave system messages where they stand in a conversation.
-        exact_replay: Repeat earlier calls of tools in the very words of the model.
+        exact_replay: Repeat earlier tool calls in the very words of the model.
         max_tool_ids: Calls that are remembered for that.
         compat_sampling: Ignore the sampling of requests whose model reasons, as ds4 does.
     """

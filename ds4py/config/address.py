@@ -47,7 +47,7 @@ class Address:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether this names every interface, and so can not be dialled or advertised."""
+        """Whether this names every interface, and so cannot be dialled or advertised."""
         return self.host in {"", "*", "0.0.0.0", "::"}  # noqa: S104 - compared, not bound
 
     @property
@@ -64,7 +64,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
-    """One worker to dial: `HOST:PORT`, or `HOST:PORT=LAYERS` for a peer that can not tell."""
+    """One worker to dial: `HOST:PORT`, or `HOST:PORT=LAYERS` for a peer that cannot tell."""
 
     address: Address
     layers: LayerSpec | None = None

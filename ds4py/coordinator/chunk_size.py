@@ -6,8 +6,8 @@ pair of tokens. Small chunks keep every stage of a pipeline busy, large ones pay
 often; in between lies the least time.
 
 Owns: observations, the fit, the forecast, the choice. Refuses to know: who measures, the user's
-wish, tokens. Invariant: a choice is a candidate, and no candidate exceeds the cap or (but for the
-cap) falls below `GRANULE`, whatever peers report.
+wish, tokens. Invariant: a choice is a candidate, and no candidate exceeds the cap or (except for
+the cap) falls below `GRANULE`, whatever peers report.
 """
 
 from __future__ import annotations
@@ -322,10 +322,10 @@ class ChunkChoice:
 def choose(stages: Sequence[StageModel] | None, stretch: Stretch) -> ChunkChoice:
     """Choose the chunk size of a stretch.
 
-    The least predicted time wins, but for `COURTESY`; of sizes within 1 %, the largest. No size is
-    chosen that is more than twice or less than half of what every stage has seen, since models are
-    less sure there. While a stage has seen no other size at all, its fixed cost is a guess, and the
-    next smaller size is tried.
+    The least predicted time wins, except for `COURTESY`; of sizes within 1 %, the largest. No size
+    is chosen that is more than twice or less than half of what every stage has seen, since models
+    are less sure there. While a stage has seen no other size at all, its fixed cost is a guess, and
+    the next smaller size is tried.
 
     Args:
         stages: Models in route order; None if a stage was never measured.

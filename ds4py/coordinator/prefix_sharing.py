@@ -5,7 +5,7 @@ timelines, replay, who else has sessions. Invariant: nothing is copied unless it
 for the wanted tokens: on a hop by their prefix hash, here by looking at the other session on the
 device thread, which all that overwrites its rows must pass after its timeline was cut.
 
-A stage that can not copy does nothing. Then it refuses the span that comes next, and the session is
+A stage that cannot copy does nothing. Then it refuses the span that comes next, and the session is
 evaluated from its start.
 """
 

@@ -33,7 +33,7 @@ class Failure(Enum):
     REFUSED = "refused"  # a stage answered with an error: replay from zero
     LOST = "lost"  # a stage is gone: find a route, then replay
     FULL = "full"  # a stage has no room: let others go, then go on
-    FINAL = "final"  # trying again can not help
+    FINAL = "final"  # trying again cannot help
 
 
 def classify(error: Ds4Error, *, route_is_current: bool) -> Failure:

@@ -59,7 +59,7 @@ class EvictionPolicy(Protocol):
     """The other sessions of the process."""
 
     def others(self, session: ClusterSession) -> Iterable[ClusterSession]:
-        """Return all but one, whoever uses them."""
+        """Return all but one, in use or not."""
 
     def make_room(self, n_tokens: int) -> bool:
         """Give back the caches of sessions that nobody uses, of so many tokens; False if none."""
@@ -289,7 +289,7 @@ class ClusterSession:
 
         Raises:
             CapacityError: There are none, or it did not help.
-            RemoteWorkError: The same, in words of a hop that can not be understood.
+            RemoteWorkError: The same, in words of a hop that cannot be understood.
         """
         n_done = len(self._tokens) - goal.n_same
         goal.todo = goal.todo[n_done:]

@@ -148,7 +148,7 @@ def _check(runner: LocalRunner, shard: SavedShard) -> None:
     if shard.layer_range.indices != runner.layers.indices:
         raise SnapshotError(
             f"saved cache: layers {shard.layer_range}, expected {runner.layers}; "
-            "split the session anew"
+            "split the session again"
         )
     if shard.n_tokens >= runner.n_ctx:
         raise SnapshotError(

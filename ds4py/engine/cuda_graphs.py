@@ -5,7 +5,7 @@ know: sessions, what a step computes. Invariant: a recording reads everything th
 caches' addresses among it, from tensors that are filled before each replay; so it stays valid for
 any sessions of the pool whose caches it was recorded with.
 
-A step that can not be recorded is computed operation by operation, now and from then on.
+A step that cannot be recorded is computed operation by operation, now and from then on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GraphRecorder(Protocol):
             What queues the same again, and the tensor that the function's result is then in.
 
         Raises:
-            RuntimeError: It can not be recorded.
+            RuntimeError: It cannot be recorded.
         """
 
 

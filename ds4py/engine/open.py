@@ -55,9 +55,9 @@ def open_runner(
     Raises:
         ConfigError: The device does not exist, the layers are not in the model, the context is
             longer than the model's own, or its caches have a type of their own.
-        GgufError: The file can not be read, or tensors of the slice are missing.
-        UnsupportedQuantError: A tensor of the slice can not be decoded.
-        ModelError: The file's model can not be computed.
+        GgufError: The file cannot be read, or tensors of the slice are missing.
+        UnsupportedQuantError: A tensor of the slice cannot be decoded.
+        ModelError: The file's model cannot be computed.
         CapacityError: There is not enough memory for the caches, or the budget is too small.
     """
     device = choose_device(config.device)
@@ -97,8 +97,8 @@ def read_model(config: EngineConfig) -> tuple[ModelCard, int]:
 
     Raises:
         ConfigError: The context is longer than the model's own.
-        GgufError: The file can not be read.
-        ModelError: The file's model can not be computed.
+        GgufError: The file cannot be read.
+        ModelError: The file's model cannot be computed.
     """
     with GgufFile.open(config.model) as file:
         shape = read_shape(file)
@@ -156,7 +156,7 @@ def _check_kv_type(config: EngineConfig, shape: Shape) -> None:
     if config.kv_type != "auto" and not load_architecture(shape.architecture).kv_is_free:
         raise ConfigError(
             f"--kv-type {config.kv_type}: caches of {shape.architecture} models have types of "
-            "their own; leave it away, or give auto"
+            "their own; omit it, or use auto"
         )
 
 

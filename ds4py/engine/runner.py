@@ -44,7 +44,7 @@ class _CacheSlot:
     Args:
         slot: Its place in the pool.
         length: Tokens that the cache holds.
-        floor: Shortest length that it can be cut back to, but for 0.
+        floor: Shortest length that it can be cut back to, except for 0.
     """
 
     slot: int
@@ -330,7 +330,7 @@ class LocalRunner:
         self._model = self._pool = self._graphed = None
 
     def _check(self, work: ForwardRequest) -> None:
-        """Refuse a span that can not be evaluated; changes nothing."""
+        """Refuse a span that cannot be evaluated; changes nothing."""
         n_tokens = len(work.tokens)
         if n_tokens < 1:
             raise ModelError("span", got="no tokens", expected="at least one")

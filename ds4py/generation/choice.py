@@ -1,7 +1,7 @@
 """What is known about one chosen token.
 
-Owns: the values that pass from whoever chooses a token to whoever reports it. Refuses to know: how
-it was chosen. Invariant: everything here is frozen.
+Owns: the values that pass from the code that chooses a token to the code that reports it. Refuses
+to know: how it was chosen. Invariant: everything here is frozen.
 """
 
 from __future__ import annotations

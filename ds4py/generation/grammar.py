@@ -112,7 +112,7 @@ class GrammarSource:
             kind: What `text` is.
             text: The schema as JSON text, a Rust regular expression, a grammar in llguidance's
                 Lark dialect, or a JSON list of the strings to choose from; nothing for an object.
-            lenient: Ignore what can not be enforced of a JSON schema instead of refusing it.
+            lenient: Ignore what cannot be enforced of a JSON schema instead of refusing it.
             param: Request field that errors name.
 
         Raises:
@@ -416,7 +416,7 @@ _MAX_ABANDONED: Final = 2
 
 
 def _sentence(kind: GrammarKind, error: str) -> str:
-    return f"{kind}: can not be enforced: {_reason(error) or 'nothing can follow its rules'}"
+    return f"{kind}: cannot be enforced: {_reason(error) or 'nothing can follow its rules'}"
 
 
 def _reason(error: str) -> str:

@@ -68,7 +68,7 @@ class SamplingControls:
 
     Args:
         logit_bias: Added to the logits first.
-        constraint: The grammar of the reply. Whoever follows the text calls its `start`.
+        constraint: The grammar of the reply. Anyone who follows the text calls its `start`.
         greedy_now: Asked before each choice whether to take the best allowed token instead of a
             sampled one, without using a random number (docs/spec/server-and-cli.md 1.5).
         forced: Asked before each choice for tokens that must come next, none by default. They are

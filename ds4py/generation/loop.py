@@ -95,7 +95,7 @@ def generate(
 ) -> Generator[GenerationStep, None, None]:
     """Yield one `Prefilled`, a `Token` per token of the reply, and one `Finished`.
 
-    Nothing happens before the first event is asked for. Whoever has read enough closes the
+    Nothing happens before the first event is asked for. Anyone who has read enough closes the
     generator; the token yielded last has then not been evaluated.
 
     Args:
@@ -111,8 +111,8 @@ def generate(
 
     Raises:
         CapacityError: The prompt leaves no room for a token; nothing was changed.
-        RequestError: The sampler can not go on under its grammar.
-        Ds4Error: What `Session.sync` and `Session.eval` raise, but for `CancelledError`, which
+        RequestError: The sampler cannot go on under its grammar.
+        Ds4Error: What `Session.sync` and `Session.eval` raise, except for `CancelledError`, which
             becomes `Finished`.
     """
     room = session.n_ctx - len(prompt)

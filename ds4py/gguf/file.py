@@ -4,7 +4,7 @@ Owns: opening, mapping, which shard holds what, the bytes of a tensor. Refuses t
 tensor is for, how it is decoded. Invariant: opening touches the front of each present shard only,
 and every tensor of the directory lies wholly inside its file, or opening fails.
 
-A file that is cut short while it is mapped is the one thing that can not be caught: the operating
+A file that is cut short while it is mapped is the one thing that cannot be caught: the operating
 system then ends the process on access (SIGBUS).
 """
 
@@ -71,7 +71,7 @@ class GgufFile:
         """Map a file, or all shards that lie beside the given one.
 
         Raises:
-            GgufError: Can not be read, is no GGUF file, is damaged or cut off, or the shards do
+            GgufError: Cannot be read, is no GGUF file, is damaged or cut off, or the shards do
                 not belong together; the sentence names the file and what to do.
         """
         path = Path(path)
@@ -147,7 +147,7 @@ class GgufFile:
 
         Raises:
             GgufError: Some are not there; names them all, and all missing shards.
-            UnsupportedQuantError: Some have a type that can not be decoded; names them all.
+            UnsupportedQuantError: Some have a type that cannot be decoded; names them all.
         """
         names = list(names)
         absent = [name for name in names if name not in self.tensors]
@@ -183,7 +183,7 @@ class GgufFile:
 def _describe_undecodable(infos: list[TensorInfo]) -> str:
     tensors = ", ".join(f"{shown(info.name)} ({info.type_name})" for info in infos)
     return (
-        f"tensors of a type that can not be decoded: {tensors}; "
+        f"tensors of a type that cannot be decoded: {tensors}; "
         "convert the model to another quantization, or choose other layers"
     )
 
@@ -208,16 +208,16 @@ def _map(path: Path) -> mmap.mmap:
         if not stat.S_ISREG(status.st_mode):  # opening a pipe could wait for ever
             raise GgufError("it is not a regular file, expected a .gguf file", path=path)
         with path.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size == 0:  # can not be mapped
+            if os.fstat(stream.fileno()).st_size == 0:  # cannot be mapped
                 raise GgufError(foreign.describe(b""), path=path)
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise GgufError("there is no such file; check the path", path=path) from error
     except OSError as error:
         reason = error.strerror or str(error)
-        raise GgufError(f"can not be read: {reason}; check the file", path=path) from error
+        raise GgufError(f"cannot be read: {reason}; check the file", path=path) from error
     except ValueError as error:  # a NUL or a lone surrogate inside the path
-        raise GgufError(f"can not be a path: {error}", path=ascii(str(path))) from error
+        raise GgufError(f"cannot be a path: {error}", path=ascii(str(path))) from error
 
 
 def _release(mapped: mmap.mmap, start: int, end: int) -> None:

@@ -1,7 +1,8 @@
 """A model's metadata with getters that know what they want.
 
 Owns: turning a key into a value of the asked type, or into one clear error. Refuses to know: what a
-key means. Invariant: a getter never converts silently, but for an integer where a float is asked.
+key means. Invariant: a getter never converts silently, except for an integer where a float is
+asked.
 """
 
 from __future__ import annotations

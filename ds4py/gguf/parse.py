@@ -194,7 +194,7 @@ def _check_head(reader: _BufferReader) -> int:
         )
     if version not in kinds.VERSIONS:
         advice = "convert the model again" if version < 2 else "update ds4py"
-        reader.fail(f"GGUF version {version} can not be read, expected 2 or 3; {advice}")
+        reader.fail(f"GGUF version {version} cannot be read, expected 2 or 3; {advice}")
     return version
 
 
@@ -260,7 +260,7 @@ def _numeric(reader: _BufferReader, kind: int) -> np.dtype[np.generic]:
     dtype = kinds.NUMERIC_KINDS.get(kind)
     if dtype is None:
         found = "an array inside an array" if kind == kinds.KIND_ARRAY else f"value type {kind}"
-        reader.fail(f"{reader.subject}: {found} can not be read; expected types 0 to 12")
+        reader.fail(f"{reader.subject}: {found} cannot be read; expected types 0 to 12")
     return dtype
 
 

@@ -37,7 +37,7 @@ class TensorSource:
         name: Name in the directory.
         type_id: Tensor type; an unknown one is written as it is.
         dims: Dimensions in GGUF order, fastest first.
-        packed: Bytes of the blocks, only read; or a function that makes them anew at each call,
+        packed: Bytes of the blocks, only read; or a function that makes them again at each call,
             piece by piece, for a tensor of a known type that should not be in memory as a whole.
     """
 
@@ -124,7 +124,7 @@ def save_gguf(
             with part_path.open("wb") as stream:
                 write_gguf(stream, part_metadata, part_tensors, alignment=alignment)
         except OSError as error:
-            raise GgufError(f"can not be written: {error.strerror}", path=part_path) from error
+            raise GgufError(f"cannot be written: {error.strerror}", path=part_path) from error
     return [part[0] for part in parts]
 
 

@@ -157,7 +157,7 @@ class Shape(Protocol):
 
 
 class Slice(Protocol):
-    """Some layers of a model with their weights, stateless but for them."""
+    """Some layers of a model with their weights, stateless except for them."""
 
     @property
     def has_head(self) -> bool:

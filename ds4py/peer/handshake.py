@@ -31,7 +31,7 @@ def ask(connection: Connection, ours: PeerHello) -> PeerHello | ErrorText | None
     Raises:
         TransportTimeoutError: No answer came in time.
         ClusterError: Another answer came.
-        RemoteProtocolError: The answer can not be read.
+        RemoteProtocolError: The answer cannot be read.
     """
     connection.send(encode_peer_hello(ours))
     try:

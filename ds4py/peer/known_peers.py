@@ -54,7 +54,7 @@ class PeerIdentityLog:
             return is_news
 
     def _compare_models(self, peer: str, hello: PeerHello) -> None:
-        """Another file of the same model may be meant: a layer may be quantized anew."""
+        """Another file of the same model may be meant: a layer may be quantized again."""
         ours, theirs = self._card.fingerprint, hello.fingerprint
         if ours and theirs and ours != theirs and hello.model_id == self._card.model_id:
             log.warning(

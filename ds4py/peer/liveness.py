@@ -74,7 +74,7 @@ class Heartbeat:
     def _say_alive(self) -> None:
         try:
             self._outbox.offer(Alive().encode())
-        except TransportError as e:  # whoever reads the connection is told, and stops us
+        except TransportError as e:  # the connection's reader is told, and stops us
             log.debug("heartbeat: %s", e)
 
     def _is_silent(self) -> bool:

@@ -56,7 +56,7 @@ def transfer_seconds(n_bytes: int) -> float:
 
 @contextmanager
 def time_limit(connection: Connection, seconds: float) -> Iterator[None]:
-    """Close a connection unless the body ends in time, which wakes whoever waits on it.
+    """Close a connection unless the body ends in time, which wakes anyone who waits on it.
 
     A limit for each send and receive would not do: a byte now and then would satisfy it.
 

@@ -210,7 +210,7 @@ def _entry_faults(work: Work, entry: HopEntry, next_entry: HopEntry | None) -> F
         yield "W-RLAYERS", "WORK layer range does not match route entry"
     if entry.has_output != logits:
         yield "W-RLOGITS", "WORK logits flag does not match route entry"
-    # row 23 can not fail: logits need the last layer (13), and no entry can follow it (20)
+    # row 23 cannot fail: logits need the last layer (13), and no entry can follow it (20)
     silent = next_entry is None and (logits or flags & ACK_ONLY)
     if not silent and work.bits not in WIDTHS:
         yield "W-OUTSIZE", "invalid distributed activation width"
@@ -326,7 +326,7 @@ class FailedResult:
 
     Args:
         cause: "remote": the stage refused or failed, replay on the same route. "transport": the
-            answer can not be trusted, the connection must go.
+            answer cannot be trusted, the connection must go.
         kind: Class name of the spec; "R-STATUS" for row 7.
         text: The stage's own words, or what is wrong with the answer.
     """
@@ -357,7 +357,7 @@ def _result_faults(result: Result, expected: ExpectedResult) -> Faults:
         if bits not in WIDTHS:
             yield "R-DECODE", f"RESULT hidden-state of {bits} bits, expected 32, 16 or 8"
         if size % (bits // 8) or size * 32 // bits > MAX_U32:
-            yield "R-DECODE", f"RESULT hidden-state of {size} bytes can not be {bits}-bit values"
+            yield "R-DECODE", f"RESULT hidden-state of {size} bytes cannot be {bits}-bit values"
     if result.result_hash != expected.result_hash:
         got = f"{result.result_hash:016x}, expected {expected.result_hash:016x}"
         yield "R-HASH", f"RESULT is for another prefix: hash {got}"

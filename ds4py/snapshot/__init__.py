@@ -1,7 +1,7 @@
 """Saved sessions as bytes: ds4's `DSV4` and `DSVL` payloads, and ours for other models.
 
-Owns: what a payload holds and how it is cut by layers; files of payloads (`store`) and the disk
-cache of prefixes (`disk_cache`). Refuses to know: peers, devices, how a model computes.
+Owns: what a payload holds and how it is cut by layers; the disk cache of prefixes (`disk_cache`).
+Refuses to know: peers, devices, how a model computes.
 
 Reading order: `binary` (words and arrays), `session_state` (a session as a value); ds4's form
 (docs/spec/deepseek4-model.md 9): `layout` (sizes), `header` (its words and their checks),

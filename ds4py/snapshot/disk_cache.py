@@ -120,7 +120,7 @@ class DiskCache:
         now: Unix time.
 
     Raises:
-        ConfigError: The folder can not be used.
+        ConfigError: The folder cannot be used.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class DiskCache:
         return True
 
     def _scan(self) -> Folder:
-        """Look at the folder again; what can not be whole is set aside."""
+        """Look at the folder again; what cannot be whole is set aside."""
         found = scan(self._folder, self._index)
         for entry in list(found.entries.values()):
             problem = misfit(entry)

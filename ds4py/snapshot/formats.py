@@ -1,4 +1,4 @@
-"""Both forms of saved sessions, for whoever moves them without caring which it is.
+"""Both forms of saved sessions, for anyone who moves them without caring which it is.
 
 Owns: which form a model's sessions have. Refuses to know: either form's bytes. Invariant: of one
 model there is one form.

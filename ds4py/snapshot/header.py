@@ -56,7 +56,7 @@ def check(header: Header, sizes: CacheSizes, n_ctx: int) -> int:
         The evaluated tokens.
 
     Raises:
-        SnapshotError: The session can not be continued here.
+        SnapshotError: The session cannot be continued here.
     """
     own, saved_ctx = Capacities.of(n_ctx, sizes.window), header.words["ctx"]
     n_tokens = header.words["tokens"]

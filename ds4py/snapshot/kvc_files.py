@@ -2,7 +2,7 @@
 
 Owns: which files are the cache's, how one is read and written. Refuses to know: what to keep, what
 may be loaded, tokens. Invariant: a name that ends in `.kv` is a whole file from the moment it
-exists, whoever dies when.
+exists, whichever process dies.
 
 Several threads and several processes share a folder. What they must agree on, who gets the room
 that is left, is decided under a lock of the folder, which is held while files are looked at and
@@ -84,7 +84,7 @@ def make_folder(path: Path) -> None:
     """Make a folder that only its owner can enter; one that exists stays as it is.
 
     Raises:
-        ConfigError: It can not be made or used.
+        ConfigError: It cannot be made or used.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def scan(path: Path, known: Mapping[str, Entry]) -> Folder:
         known: Entries of the last scan; files that did not change are not read again.
 
     Raises:
-        OSError: The folder can not be read.
+        OSError: The folder cannot be read.
     """
     folder, aside = Folder(), []
     with os.scandir(path) as found:
@@ -160,7 +160,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         TimeoutError: Somebody else holds it, for longer than looking at files takes.
-        OSError: The folder can not be written.
+        OSError: The folder cannot be written.
         ConfigError: This system has no file locks.
     """
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -191,7 +191,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove temporary files whose writers are gone; hold the folder's lock.
 
     Raises:
-        OSError: The folder can not be read.
+        OSError: The folder cannot be read.
     """
     for name in filter(_TEMPORARY.fullmatch, os.listdir(folder)):
         with contextlib.suppress(OSError), (folder / name).open("r+b") as file:
@@ -268,7 +268,7 @@ def read_body(path: Path, entry: Entry, key: bytes) -> tuple[memoryview, dict[by
 
     Raises:
         FileNotFoundError: It is another file by now, or none.
-        OSError: It can not be read.
+        OSError: It cannot be read.
         SnapshotError: It is damaged.
     """
     with path.open("rb") as file:
@@ -310,7 +310,7 @@ def copied(path: Path, start: int, end: int) -> Iterator[bytes]:
     """Read a part of a file block by block.
 
     Raises:
-        OSError: It can not be read, or ends early.
+        OSError: It cannot be read, or ends early.
     """
     with path.open("rb") as file:
         file.seek(start)
@@ -334,7 +334,7 @@ def set_aside(path: Path) -> Path:
     """Rename a damaged file to a name that is free.
 
     Raises:
-        OSError: It is gone, or the folder can not be changed.
+        OSError: It is gone, or the folder cannot be changed.
     """
     n = 1
     while (aside := path.with_name(f"{path.name}.damaged-{n}")).exists():

@@ -104,7 +104,7 @@ class DeviceThread:
         self.runner = runner
         self._batch_size = MAX_BATCH if batching else 1
         self._queue: Mailbox[Item | None] = Mailbox()  # None ends the thread
-        # touched on the device thread only, but for its length
+        # touched on the device thread only, except for its length
         self._scheduler: Scheduler[Item] = Scheduler()
         self._window = BatchWindow(stages_alike(runner.card.n_layers, len(runner.layers)))
         self._overlaps = runner.overlaps
@@ -436,5 +436,5 @@ def _queued(job: DeviceJob) -> None:
 def _finish(job: DeviceJob, result: ForwardOutput | Ds4Error) -> None:
     try:
         job.finish(result)
-    except Exception:  # whoever waits has its own deadline
+    except Exception:  # anyone who waits has its own deadline
         log.exception("delivering the result of a span failed")

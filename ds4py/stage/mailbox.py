@@ -26,8 +26,8 @@ class Mailbox(Generic[T]):
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        # Locked while nobody needs to look. Opened behind every item that is put, so whoever finds
-        # no item and then waits here has missed none; opened for nothing, it costs one more look.
+        # Locked while there is no need to look. Opened after every item that is put: a reader that
+        # finds no item and then waits here has missed none; opened for nothing, it costs a look.
         self._bell = threading.Lock()
         self._bell.acquire()
 

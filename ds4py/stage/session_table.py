@@ -27,7 +27,7 @@ class CachedSession:
         owners: Connections that stand and have carried it: a coordinator may use several at once.
         tokens: Ids, oldest first.
         hash: Prefix hash of them.
-        valid: False after an evaluation failed half-way, for good: a session that begins anew has
+        valid: False after an evaluation failed half-way, for good: a session that begins again has
             another timeline, which is no business of spans that were given to the device before.
         last_used: Grows with every admitted span of the stage.
     """

@@ -46,7 +46,7 @@ class CallEnded:
 
     Args:
         index: Of the call.
-        whole: Its arguments are complete. Otherwise the reply broke off inside, or can not be read
+        whole: Its arguments are complete. Otherwise the reply broke off inside, or cannot be read
             further: what there is of the arguments is no JSON, and nobody may execute the call.
     """
 

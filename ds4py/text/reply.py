@@ -1,4 +1,4 @@
-"""A reply's text taken apart while it arrives: reasoning, content, calls of tools.
+"""A reply's text taken apart while it arrives: reasoning, content, tool calls.
 
 Owns: the order of the three, and when a block of calls counts. Refuses to know: tokens, stop
 strings, how the parts are sent, the markup itself (`tool_calls.formats`). Invariant: however the
@@ -62,7 +62,7 @@ class ReplySplitter:
 
     @property
     def malformed(self) -> bool:
-        """Whether there is a block, closed or ended by the model, that can not be read."""
+        """Whether there is a block, closed or ended by the model, that cannot be read."""
         block = self._block
         return block is not None and block.unreadable and (block.complete or self._ended)
 

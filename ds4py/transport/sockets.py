@@ -66,7 +66,7 @@ def set_timeout(sock: socket.socket, option: int, seconds: float | None) -> None
 
 
 def shut_down(sock: socket.socket) -> None:
-    """End both directions, so that whoever waits on the socket wakes; its owner closes it."""
+    """End both directions, so that anyone who waits on the socket wakes; its owner closes it."""
     with contextlib.suppress(OSError):  # the peer was faster
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -113,7 +113,7 @@ def connect(
         ConnectError: Nobody could be reached; names the address and the last reason.
     """
     if address.is_wildcard:
-        raise ConnectError("names every interface and can not be dialled", peer=str(address))
+        raise ConnectError("names every interface and cannot be dialled", peer=str(address))
     reason = "gave up"
     for attempt in range(rounds):
         if attempt:
@@ -174,7 +174,7 @@ class Listener:
         config: Options of accepted sockets.
 
     Raises:
-        ConfigError: The address can not be used; says why and what to do.
+        ConfigError: The address cannot be used; says why and what to do.
     """
 
     def __init__(self, address: Address, config: SocketConfig):

@@ -1,7 +1,7 @@
 """Tell DS4D from HTTP by the first bytes of a connection.
 
 Owns: the peek. Refuses to know: either protocol beyond its first word. Invariant: no byte is
-consumed, so whoever gets the socket reads the stream from its start.
+consumed, so anyone who gets the socket reads the stream from its start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def first_words(sock: socket.socket, *, timeout: float) -> Spoken:
     """Wait for the first bytes and classify them.
 
     Args:
-        sock: Freshly accepted; its receive timeout is changed and must be set anew.
+        sock: Freshly accepted; its receive timeout is changed and must be set again.
         timeout: Seconds to wait for enough bytes.
     """
     deadline = time.monotonic() + timeout

@@ -5,8 +5,8 @@ Refuses to know: what a feature does, how a plain peer is told from ours. Invari
 a decoded value is bounded; unknown fields of a hello are ignored, so that a later version can add
 some. A notice is sent only to a peer whose hello names its feature.
 
-A C coordinator closes on such a frame and a C worker answers ERROR and closes: whoever dialled then
-comes back in plain mode.
+A C coordinator closes on such a frame and a C worker answers ERROR and closes: anyone who dialled
+then comes back in plain mode.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def decode_peer_hello(body: memoryview) -> PeerHello:
     try:
         hello = msgspec.json.decode(body, type=PeerHello)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"EXT_HELLO can not be read: {error}", kind="X-HELLO") from error
+        raise RemoteProtocolError(f"EXT_HELLO cannot be read: {error}", kind="X-HELLO") from error
     if (hello.layer_start is None) != (hello.layer_end is None):
         raise RemoteProtocolError("EXT_HELLO names one end of its layers only", kind="X-HELLO")
     if hello.role == "worker" and hello.layer_start is None:

@@ -138,7 +138,7 @@ class FrameReader:
             The frame that these bytes completed, if any.
 
         Raises:
-            RemoteProtocolError: Kind "F-MAGIC" or "F-SIZE"; the connection can not go on.
+            RemoteProtocolError: Kind "F-MAGIC" or "F-SIZE"; the connection cannot go on.
             LocalProtocolError: More bytes are reported than were lent.
         """
         lent = self._lent
@@ -295,7 +295,7 @@ def plain_limits(limits: Mapping[int, int]) -> dict[int, int]:
 
 
 def coordinator_limits(n_vocab: int, hidden_width: int, max_span: int) -> dict[int, int]:
-    """Limits of whoever reads results: a coordinator, or a worker's relay.
+    """Limits of a reader of results: a coordinator, or a worker's relay.
 
     Args:
         n_vocab: Vocabulary size.

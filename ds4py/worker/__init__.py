@@ -1,1 +1,1 @@
-"""The worker's side of DS4D: its layers for whoever connects, and the next hop."""
+"""The worker's side of DS4D: its layers for anyone who connects, and the next hop."""

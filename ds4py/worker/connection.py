@@ -80,7 +80,7 @@ class Stage:
     Args:
         facts: The slice, for checking spans.
         device: The one device.
-        session_table: Sessions; touched on the device thread only, but for `disown`.
+        session_table: Sessions; touched on the device thread only, except for `disown`.
         tuning: Queues.
         sockets: Socket options.
         hello: The answer to another ds4py's handshake.
@@ -379,7 +379,7 @@ class DataConnection:
         """Choose the way to the next hop; None on the last one.
 
         When a span arrives and not when it is evaluated: should the next hop be lost between, the
-        span is not to dial it anew.
+        span is not to dial it again.
         """
         entry = accepted.next_entry
         return None if entry is None else self._forwarders.to(entry.host, entry.port)
@@ -387,7 +387,7 @@ class DataConnection:
     def _dial(self, address: Address, stopped: Callable[[], bool]) -> Connection:
         """Connect to a next hop.
 
-        Another ds4py names stages that it is connected to itself. If we can not reach one, it is
+        Another ds4py names stages that it is connected to itself. If we cannot reach one, it is
         lost; then the coordinator finds another, or waits better than we can.
         """
         end = time.monotonic() + self._patience

@@ -3,7 +3,7 @@
 Owns: one downstream connection per (upstream, next host, next port), its window of unanswered
 requests and the relay thread (docs/spec/wire-protocol.md 5.5, 5.6). Refuses to know: layers,
 tokens, sessions. Invariant: every span given to `forward` gets exactly one RESULT upstream, a lost
-next hop never takes the upstream connection with it, and whoever calls `forward` never waits.
+next hop never takes the upstream connection with it, and anyone who calls `forward` never waits.
 
 These connections speak the plain protocol, also between ds4py peers: the coordinator, which knows
 every stage, tells of losses and cancelled requests.
@@ -97,7 +97,7 @@ class Forwarder:
 
     Args:
         address: The next hop's data port, as the route names it.
-        window: Most unanswered requests, but for single tokens.
+        window: Most unanswered requests, except for single tokens.
         dial: Makes the connection; may take seconds, so it runs on a thread of its own.
         reply: Sends a RESULT upstream; raises `TransportError` if upstream is gone.
     """
@@ -133,7 +133,7 @@ class Forwarder:
         self._fail([span], problem)
 
     def _problem(self, request_id: int) -> str | None:
-        """Return why a span can not be taken; the lock is held."""
+        """Return why a span cannot be taken; the lock is held."""
         if self._closed:
             return f"next hop {self.address}: given up"
         waits = any(span.request_id == request_id for span in self._waiting)
@@ -228,11 +228,11 @@ class Forwarder:
             log.debug("result of %s not relayed: %s", self.address, e)
 
     def lost(self, downstream: _Downstream, reason: str) -> None:
-        """Forget a dead connection: what it had is answered with an error, the rest dials anew."""
+        """Forget a dead connection: what it had is answered with an error, the rest dials again."""
         given_up: list[_SentChunk] = []
         with self._lock:
             current = self._downstream is downstream
-            if current:  # before it is closed: whoever sees it closed finds it forgotten
+            if current:  # before it is closed: anyone who sees it closed finds it forgotten
                 self._downstream = None
                 given_up, self._pending = list(self._pending.values()), {}
                 self._advance()

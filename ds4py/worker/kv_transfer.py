@@ -118,7 +118,7 @@ class ShardService:
         """Take the shard that follows LOAD_BEGIN and answer DONE.
 
         Raises:
-            Ds4Error: The connection can not go on: the stream ended, or a refusal left a part of
+            Ds4Error: The connection cannot go on: the stream ended, or a refusal left a part of
                 the shard unread, which would be taken for frames.
         """
         record = SnapshotRecord.decode(frame.body)

@@ -1,4 +1,4 @@
-"""A worker: owns one slice, serves whoever connects, dials its coordinator if told to.
+"""A worker: owns one slice, serves anyone who connects, dials its coordinator if told to.
 
 Owns: the worker's life cycle (docs/spec/wire-protocol.md 8.1), its listener, its control
 connection. Refuses to know: what is said on a connection (`connection`), tensors. Invariant: a bad
@@ -58,7 +58,7 @@ def data_listener(config: WorkerConfig, sockets: SocketConfig) -> Listener:
     """Open a worker's data port.
 
     Raises:
-        ConfigError: It can not be used.
+        ConfigError: It cannot be used.
     """
     return Listener(config.listen or Address("", 0), sockets)
 
@@ -74,7 +74,7 @@ class Worker:
         trace: Where single spans leave their times; None keeps none.
 
     Raises:
-        ConfigError: The data port can not be used.
+        ConfigError: The data port cannot be used.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Worker:
         return "is gone" if refusal is None else f"refused us: {refusal}"
 
     def _forget_hop(self, address: Address) -> None:
-        """Close what leads to a next hop that is lost, whoever asked for it."""
+        """Close what leads to a next hop that is lost, whatever asked for it."""
         with self._lock:
             upstreams = list(self._upstreams)
         for upstream in upstreams:

@@ -1,7 +1,7 @@
 """`python -m interop.clients.run_agents`: agent programs at work, on a model that is scripted.
 
 The model asks for a file to be written, then to be run, and tells what was printed. The programs
-are those that the caller names; they get the settings of docs/clients, word for word but for the
+are those that the caller names; they get the settings of docs/clients, word for word except for the
 address.
 
 Owns: the task, the script, how each program is started. Refuses to know: how programs are

@@ -1,4 +1,4 @@
-"""Give one target many inputs, within a budget, and keep what it can not bear.
+"""Give one target many inputs, within a budget, and keep what it cannot bear.
 
 Owns: the loop, the deadline of each input, the measuring of memory, the files of failing inputs.
 Refuses to know: what inputs mean. Invariant: whatever an input does, the campaign goes on, and the
@@ -144,7 +144,7 @@ class Campaign:
         return outcomes
 
     def _check(self) -> None:
-        """Make an honest request; a target that does not answer it is started anew."""
+        """Make an honest request; a target that does not answer it is started again."""
         if self._target.check_every:
             self.tally.n_checks += 1
             if not self._try(self._target.check):

@@ -423,7 +423,7 @@ OWNERS: Final = {
 
 @cache
 def cache_files() -> Sequence[bytes]:
-    """Return files of ours and of ds4's, with calls of tools and without."""
+    """Return files of ours and of ds4's, with tool calls and without."""
     kinds = ((ABI_OWN, True), (ABI_DS4, True), (ABI_DS4, False))
     return [_kvc(abi, tools, sealed=sealed) for abi, sealed in kinds for tools in (TOOLS, {})]
 

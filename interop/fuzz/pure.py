@@ -154,7 +154,7 @@ def _read(data: bytes, limits: Mapping[int, int], *, pieces: int) -> tuple[list[
 
 
 def _decoded(frame: Frame) -> str:
-    """Decode a frame as whoever gets it would; say how that ended."""
+    """Decode a frame as anyone who gets it would; say how that ended."""
     try:
         if frame.type == ExtType.HELLO and not frame.discarded:
             decode_peer_hello(frame.body)

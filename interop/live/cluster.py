@@ -4,7 +4,7 @@ Owns: the processes, their ports and logs. Refuses to know: what answers should 
 wait has a deadline, and no process outlives its cluster.
 
 Coordinators are HTTP servers. One of ds4 refuses requests until its route is complete, and may fail
-one request after it lost a worker (docs/spec/wire-protocol.md 15, Q1, Q5, Q7), so whoever asks
+one request after it lost a worker (docs/spec/wire-protocol.md 15, Q1, Q5, Q7), so anyone who asks
 tries again, and says how often.
 """
 
@@ -33,7 +33,7 @@ _LOG_TAIL: Final = 600
 
 
 class LiveError(Exception):
-    """A route can not be asked; the message says why, with the end of a log."""
+    """A route cannot be asked; the message says why, with the end of a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Cluster:
 
 
 class _NotNowError(Exception):
-    """The server can not answer at this time."""
+    """The server cannot answer at this time."""
 
 
 def _free_port() -> int:

@@ -3,7 +3,7 @@
 Owns: the rule. Refuses to know: where answers come from.
 
 The rule. At 32 bits a route must answer what one process of its coordinator's kind answers. At 16
-and 8 bits it can not: its hidden states are rounded between the machines. There it must answer what
+and 8 bits it cannot: its hidden states are rounded between the machines. There it must answer what
 ds4py answers in one process with the same cuts and the same rounding; how long that is also the
 answer without rounding is reported as drift. A route of ds4py alone must answer so to the end; one
 with ds4 up to the first near tie, a step before which the two best logits are nearer than a margin,

@@ -76,7 +76,7 @@ def rows(setting: Setting, patterns: Sequence[str]) -> Iterator[Row]:
 
     Raises:
         LiveError: A model in one process does not answer, so that nothing can be compared.
-        Ds4Error: The model can not be opened.
+        Ds4Error: The model cannot be opened.
     """
     oracle = Oracle(setting)
     for route, cases in chosen(patterns):

@@ -128,7 +128,7 @@ def compare(expected: WireMessage, got: WireMessage, *, copies: bool = False) ->
         expected: The recorded one, with what must differ already replaced.
         got: The live one.
         copies: Whether shards are copies of recorded ones; else they were computed, and what they
-            hold shows in the logits of whoever loads them.
+            hold shows in the logits of anyone who loads them.
     """
     found = Comparison()
     if type(expected) is not type(got):
@@ -165,7 +165,7 @@ def compare_logits(found: Comparison, expected: F32, got: F32, what: str = "logi
 
 
 def compare_saved(found: Comparison, expected: bytes, got: bytes, own: slice) -> None:
-    """Compare saved sessions: exactly, but for the cache of layers that were computed twice.
+    """Compare saved sessions: exactly, except for the cache of layers that were computed twice.
 
     Args:
         found: Filled here.

@@ -1,7 +1,7 @@
 """Perform a script against a live party over loopback.
 
 Owns: sockets, the report. Refuses to know: how steps were ordered, how payloads are compared.
-Invariant: it always ends: every wait has a deadline, and a step that can not happen ends the
+Invariant: it always ends: every wait has a deadline, and a step that cannot happen ends the
 performance with a difference that names it.
 """
 
@@ -76,7 +76,7 @@ class Report:
 
 
 class _EndedError(Exception):
-    """The script can not go on; the report says why."""
+    """The script cannot go on; the report says why."""
 
 
 def replay(scenario: Scenario, live: str) -> Report:

@@ -15,7 +15,7 @@ MARKS = {1: "C", 2: "R", 3: "C, R"}
 
 
 def python(*arguments: str) -> str:
-    """Run another interpreter, since a test run can not collect tests of its own."""
+    """Run another interpreter, since a test run cannot collect tests of its own."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -11,7 +11,7 @@ threshold is chosen differently. Hence two kinds of tolerance:
 
 End to end proves little: the noise hides small errors. Without rounding of activations, with
 bfloat16, even with the mixing matrices of the streams transposed, logits of this model stay about
-as near (1.06, 1.10, and inside the limit for many prompts). It catches what halves can not show:
+as near (1.06, 1.10, and inside the limit for many prompts). It catches what halves cannot show:
 parts in the wrong order, the embedding, the head, and gross errors.
 
 `./tools/compare_golden` prints the figures.

@@ -51,7 +51,7 @@ _GIB = 1 << 30
 
 
 def why_no_browser() -> str:
-    """Why the console can not be shown here; empty if it can or must (`DS4PY_NEED_BROWSER`)."""
+    """Why the console cannot be shown here; empty if it can or must (`DS4PY_NEED_BROWSER`)."""
     missing = [str(path) for path in (CHROMIUM, CHROMEDRIVER) if not path.exists()]
     if not missing or os.environ.get("DS4PY_NEED_BROWSER"):
         return ""

@@ -68,7 +68,7 @@ function luminance(rgb) {
   return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
 }
 
-/** The first background behind an element that can not be seen through. */
+/** The first background behind an element that cannot be seen through. */
 function groundOf(element) {
   for (let one = element; one; one = one.parentElement) {
     const { rgb, alpha } = channels(getComputedStyle(one).backgroundColor);

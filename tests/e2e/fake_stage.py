@@ -7,7 +7,7 @@ Orders come on stdin, a line each, and what happens is told on stdout:
 - `hold POS`: stand still before the next span at that position; `held POS` is said when it is there
 - `go`: go on, and do not stand still any more
 - `refuse POS`: answer the next span at that position with an error; `refused POS`
-- `forget`: lose every session, as if it had started anew; `forgot`
+- `forget`: lose every session, as if it had started again; `forgot`
 - `report`: `reported`, after all that happened before
 - the end of stdin ends the program
 

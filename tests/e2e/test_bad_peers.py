@@ -264,7 +264,7 @@ def test_hidden_states_are_refused_where_nobody_holds_the_head() -> None:
         with pytest.raises(Ds4Error):
             asking.result()
         assert not session.tokens
-        joined(c, 0)  # like any other answer that can not be trusted, it costs the worker its place
+        joined(c, 0)  # like any other answer that cannot be trusted, it costs the worker its place
 
 
 def test_the_words_of_a_refusal_are_bounded_and_harmless() -> None:

@@ -334,7 +334,7 @@ def test_a_server_that_is_gone_is_said_to_be(open_console: Consoles) -> None:
     assert "The server does not answer. These figures are from" in console.text("#freshness")
     assert "coordinator" in console.text("#stages")
     console.send("hi")
-    console.wait_text("#chat-state", "The server can not be reached.")
+    console.wait_text("#chat-state", "The server cannot be reached.")
     assert console.one("#message").get_property("value") == "hi"
 
 

@@ -208,7 +208,7 @@ def test_a_refusal_is_not_final_while_news_of_a_loss_may_come() -> None:
 def test_a_worker_that_dies_while_a_large_frame_is_under_way_is_replaced_exactly(
     tmp_path: Path,
 ) -> None:
-    """The worker is held, so that most of seven megabytes can not have arrived."""
+    """The worker is held, so that most of seven megabytes cannot have arrived."""
     wide = endless_toy(tmp_path / "wide.gguf", n_layers=4, n_embd=512, n_ff=64)
     ids = prompt(0) + prompt(1) + prompt(2, 500)
     reference = Alone(wide)

@@ -340,7 +340,7 @@ def test_sessions_of_a_real_model_say_what_each_would_say_alone(toy: Path, cuts,
             assert [n_cached for _, n_cached in answers] == [len(SYSTEM)] * 3
 
 
-# --- when it can not be --------------------------------------------------------------------------
+# --- when it cannot be --------------------------------------------------------------------------
 
 
 def older(worker: Worker) -> None:

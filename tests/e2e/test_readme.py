@@ -1,4 +1,4 @@
-"""The commands of README.md, run as printed but for hosts, ports and the path of the model.
+"""The commands of README.md, run as printed except for hosts, ports and the path of the model.
 
 And of all texts for users: links lead somewhere, flags exist, quoted messages are the code's own.
 """
@@ -69,7 +69,7 @@ def test_the_three_machines_of_the_readme_answer(tmp_path: Path) -> None:
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
-    """As printed, but for the path of the model."""
+    """As printed, except for the path of the model."""
     model = endless_toy(tmp_path / "toy.gguf", n_layers=2)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

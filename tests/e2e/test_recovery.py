@@ -1,4 +1,4 @@
-"""Every stage of a route is killed (SIGKILL) and stopped (SIGSTOP) at every moment; whoever asks
+"""Every stage of a route is killed (SIGKILL) and stopped (SIGSTOP) at every moment; anyone who asks
 gets the exact greedy answer, or one clear error in time.
 
 Real processes with the fake model, three hops, a prompt in nine chunks of which five are on their
@@ -205,7 +205,7 @@ def test_a_loss_while_the_stage_before_computes(pool: list[Stage], hop: int, sig
 def test_a_loss_that_a_full_queue_hides(
     pool: list[Stage], signal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More chunks are on their way than the first stage takes, so that it can not read of the loss
+    """More chunks are on their way than the first stage takes, so that it cannot read of the loss
     behind them. A broken connection shows it all the same; after a silent one, the stage loses its
     own as well."""
     monkeypatch.setattr(coordinator_module, "_LOSS_SECONDS", ALIVE)

@@ -23,7 +23,6 @@ from ds4py.errors import RemoteWorkError, SnapshotError, TransportError
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.snapshot import CacheSizes, Shard, read_dsvl
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES
-from ds4py.snapshot.store import read_session, write_session
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType, encode_frame
 from ds4py.worker.worker import Worker
@@ -67,7 +66,7 @@ def saved(prompt: list[int], tmp_path_factory: pytest.TempPathFactory) -> tuple[
         session = new_session(cluster)
         session.sync(prompt)
         session.eval(4)
-        write_session(path, session.save())
+        path.write_bytes(b"".join(session.save()))
         return path, go_on(session)
 
 
@@ -84,7 +83,7 @@ def test_a_session_of_three_stages_goes_on_in_any_other_split(
     local: str | None, cuts: list[str], prompt: list[int], saved: tuple[Path, list[F32]]
 ) -> None:
     path, expected = saved
-    payload = read_session(path)
+    payload = memoryview(path.read_bytes())
     with coordinator_of(model(), local, cuts) as cluster:
         session = new_session(cluster)
         session.load(payload)
@@ -188,7 +187,7 @@ def test_a_damaged_llama_is_refused_and_the_session_goes_on(toy: Path, tmp_path:
 def test_a_worker_killed_in_the_middle_costs_the_operation_only(
     operation: str, prompt: list[int], saved: tuple[Path, list[F32]], tmp_path: Path
 ) -> None:
-    payload = read_session(saved[0])
+    payload = memoryview(saved[0].read_bytes())
     card, n_ctx = read_model(model())
     options = ("-m", MODEL, "-c", N_CTX, "--precision", "f32", "--dist-layers", "3:output")
     with Launcher(tmp_path) as launch:
@@ -373,7 +372,7 @@ def middle() -> Iterator[Worker]:
 def test_bad_requests_are_answered_as_the_recorded_worker_did(
     case: dict[str, Any], middle: Worker
 ) -> None:
-    """Byte for byte, but for the words about a shard of garbage."""
+    """Byte for byte, except for the words about a shard of garbage."""
     reply = bytes.fromhex(case["reply_hex"])
     with talking(middle) as sock:
         sock.sendall(bytes.fromhex(case["sent_hex"]))

@@ -73,7 +73,7 @@ def find_llama(python: Path | None) -> Llama | None:
         said = (e.stderr.strip().splitlines() or ["nothing"])[-1]
         raise ConfigError(f"--llama-python {command[0]}: no usable llama_cpp: {said}") from e
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise ConfigError(f"--llama-python {command[0]}: can not be run: {e}") from e
+        raise ConfigError(f"--llama-python {command[0]}: cannot be run: {e}") from e
     return Llama(Path(command[0]), answer.stdout.split()[-1:] == ["True"])
 
 
@@ -120,7 +120,7 @@ def _free_address() -> Address:
 
 
 def llama_bench(program: Path, model: Path) -> TimedProcess:
-    """Return llama.cpp's own benchmark program as something to time; it loads the model anew."""
+    """Return llama.cpp's own benchmark program as something to time; it loads the model again."""
     return TimedProcess(f"{NAME} (llama-bench)", lambda job: _bench_seconds(program, model, job))
 
 

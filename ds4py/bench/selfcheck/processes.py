@@ -72,7 +72,7 @@ def take_turns(
     subjects follow each other closely.
 
     Args:
-        subjects: All started; whoever is not at work is idle.
+        subjects: All started; anyone who is not at work is idle.
         jobs: Done once before, untimed, for first-use costs.
         rounds: At least 1.
         step: Told what comes next.

@@ -53,7 +53,7 @@ class Bench:
         return self.models / name
 
     def missing(self, name: str) -> str:
-        """Return why a model can not be measured; empty if it can."""
+        """Return why a model cannot be measured; empty if it can."""
         if self.model(name).exists():
             return ""
         return f"{self.model(name)} is missing; {_HOW[name]} makes it"

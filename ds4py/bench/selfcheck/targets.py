@@ -73,7 +73,7 @@ class Finding:
         target: Which.
         value: In the bar's unit; None if nothing was measured.
         detail: The figures behind the value, or why there is none.
-        obstacle: Why the value can not be judged; empty if it can.
+        obstacle: Why the value cannot be judged; empty if it can.
         failed: Whether measuring it went wrong.
     """
 

@@ -1,4 +1,4 @@
-"""A conversation, and whoever answers it, wherever the model is.
+"""A conversation, and what answers it, wherever the model is.
 
 Owns: `ChatHistory` with its file form, the protocol `Partner`, `Status`. Refuses to know: HTTP,
 sessions, terminals. Invariant: questions and answers alternate, and every question has its answer.
@@ -54,7 +54,7 @@ class ChatHistory:
         """Write what was said as the `messages` of a request.
 
         Raises:
-            ConfigError: The file can not be written.
+            ConfigError: The file cannot be written.
         """
         system = [{"role": "system", "content": self.system}] if self.system else []
         text = json.dumps([*system, *self.turns], ensure_ascii=False, indent=1)
@@ -124,7 +124,7 @@ class Status:
 
 
 class Partner(Protocol):
-    """Whoever answers. Used by one thread."""
+    """Anyone who answers. Used by one thread."""
 
     def reply(
         self, talk: ChatHistory, question: str, progress: Progress
@@ -155,7 +155,7 @@ class Partner(Protocol):
         """Tell what answers.
 
         Raises:
-            Ds4Error: It can not be asked.
+            Ds4Error: It cannot be asked.
         """
 
     def close(self) -> None:

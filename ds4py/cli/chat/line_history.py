@@ -2,7 +2,7 @@
 
 Owns: `.ds4_history` (docs/spec/server-and-cli.md 5.4): an entry per line, the newest last. Refuses
 to know: terminals, what lines mean. Invariant: the file is replaced as a whole and is its owner's
-alone; one that can not be read or written costs the history, never the chat.
+alone; one that cannot be read or written costs the history, never the chat.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Lines(Protocol):
 
         Raises:
             EOFError: There is none.
-            KeyboardInterrupt: The user wants to type it anew.
+            KeyboardInterrupt: The user wants to type it again.
             ConfigError: It is no text, or too long.
         """
 

@@ -136,7 +136,7 @@ class LocalPartner:
         self._said.clear()
 
     def resize(self, n_ctx: int) -> None:
-        """See `Partner.resize`: the model is loaded anew, for caches are taken when it is."""
+        """See `Partner.resize`: the model is loaded again, for caches are taken when it is."""
         card, before = self._node.backend.card, self._node.backend.n_ctx
         if n_ctx > card.n_ctx_train:
             raise ConfigError(f"context {n_ctx}: expected at most the model's {card.n_ctx_train}")

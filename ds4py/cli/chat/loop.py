@@ -82,8 +82,8 @@ class ChatLoop:
     """One chat, from its first line to its last.
 
     Args:
-        partner: Whoever answers.
-        lines: Whoever asks.
+        partner: Anyone who answers.
+        lines: Anyone who asks.
         talk: How it begins.
         program: Name in front of complaints.
         ids_only: Show token ids instead of text.

@@ -104,7 +104,7 @@ def _harmless(text: str) -> str:
     """Spell out control characters of a model's text on a terminal; a file gets them as they are.
 
     A model repeats what its prompt holds, a web page for example, and must not move the cursor or
-    fill the clipboard of whoever reads its answer.
+    fill the clipboard of anyone who reads its answer.
     """
     if not sys.stdout.isatty():
         return text

@@ -56,7 +56,7 @@ def ask(
         api_key: What the server wants to know of its clients, if it does.
 
     Raises:
-        TransportError: The server can not be reached or breaks off.
+        TransportError: The server cannot be reached or breaks off.
         RequestError: It refuses or fails; its own words.
     """
     path, body = _request(question, want_ids=want_ids)
@@ -257,7 +257,7 @@ def _piece(choice: dict[str, Any], parts: ReasoningSplitter) -> Piece:
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """Yield lines without their ends; a server can not fill our memory with one."""
+    """Yield lines without their ends; a server cannot fill our memory with one."""
     rest = b""
     for part in response.iter_bytes():
         *lines, rest = (rest + part).split(b"\n")

@@ -102,7 +102,7 @@ def diagnose(flags: DiagnosticFlags, opener: NodeOpener, ask: Callable[[], Quest
         The exit status.
 
     Raises:
-        Ds4Error: It can not be done.
+        Ds4Error: It cannot be done.
     """
     if flags.inspect:
         _inspect(opener)

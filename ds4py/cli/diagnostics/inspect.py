@@ -1,7 +1,7 @@
 """`ds4py inspect FILE`: what a model file holds, and how to cut it over machines.
 
 Owns: the tables and the JSON object. Refuses to know: how files are read or cuts are found.
-Invariant: never imports torch, never touches a weight; text from the file can not steer the
+Invariant: never imports torch, never touches a weight; text from the file cannot steer the
 terminal.
 """
 
@@ -107,7 +107,7 @@ def _print(file: Path, summary: ModelSummary, cuts: Cuts) -> None:
 
 
 def _line(console: Console, text: str) -> None:
-    # soft_wrap: a flag that is broken over two lines can not be copied.
+    # soft_wrap: a flag that is broken over two lines cannot be copied.
     console.print("\n".join(printable(line) for line in text.split("\n")), soft_wrap=True)
 
 

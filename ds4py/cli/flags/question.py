@@ -57,7 +57,7 @@ def read_text(path: Path, why: str) -> str:
         why: The flag or command that named it.
 
     Raises:
-        ConfigError: It can not be read, is too long, empty, or no UTF-8.
+        ConfigError: It cannot be read, is too long, empty, or no UTF-8.
     """
     try:
         with path.open("rb") as file:

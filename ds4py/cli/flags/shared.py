@@ -106,7 +106,7 @@ distributed_options = _group(
     click.option(
         "--dist-route",
         metavar="HOST:PORT,...",
-        help="Coordinator: workers to dial; HOST:PORT=A:B for one that can not tell its layers.",
+        help="Coordinator: workers to dial; HOST:PORT=A:B for one that cannot tell its layers.",
     ),
     click.option("--dist-coordinator", metavar="HOST:PORT", help="Worker: coordinator to dial."),
     click.option("--coordinator", nargs=2, metavar="HOST PORT", help="The same, ds4's spelling."),

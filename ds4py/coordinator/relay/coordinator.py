@@ -2,7 +2,7 @@
 
 Owns: the registry and its lock, the links, the dialers, the coordinator's own slice, request ids.
 Refuses to know: prompts, timelines, HTTP. Invariant: one worker's misfortune removes that worker
-only; whoever waits for a route is woken by every change.
+only; anyone who waits for a route is woken by every change.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Coordinator:
         return self._route
 
     def _plan(self) -> Route:
-        # whoever was told of a loss must not be given the lost link again
+        # anyone who was told of a loss must not be given the lost link again
         alive = [r for r in self._registry.records if not self._links[r.link].lost]
         hops = plan_route(self._demand(), alive)
         local_rewinds = self.local is None or self.local.runner.can_rewind
@@ -333,7 +333,7 @@ class Coordinator:
         with self._changed:
             workers = self._registry.records
             watched = list(self._watched.values())
-        for hops, told in watched:  # first: what comes after the next notice may dial it anew
+        for hops, told in watched:  # first: what comes after the next notice may dial it again
             if lost in hops:
                 told()
         self._tell(workers, HOP_LOST, HopLost(lost.address.host, lost.address.port))

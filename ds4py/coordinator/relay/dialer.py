@@ -51,7 +51,7 @@ class Dialer:
     """Dials one worker of `--dist-route`.
 
     Args:
-        entry: Where, and the layers if the peer can not tell them.
+        entry: Where, and the layers if the peer cannot tell them.
         host: Gets the connection.
     """
 
@@ -171,7 +171,7 @@ class Dialer:
             raise ConfigError(f"serves layers {layers}, but --dist-route says {wanted}")
 
     def _plain_span(self) -> LayerRange:
-        """Return the layers that `--dist-route` says for a peer that can not."""
+        """Return the layers that `--dist-route` says for a peer that cannot."""
         if self._entry.layers is None:
             raise ConfigError(
                 "did not answer as a ds4py does; if it is none, write its layers in --dist-route, "

@@ -137,7 +137,7 @@ class Link:
         try:
             if not self._outbox.offer(notice.encode()):
                 log.debug("%s is not told %s", self.connection.peer, notice)
-        except TransportError as e:  # whoever reads the connection is told
+        except TransportError as e:  # the connection's reader is told
             log.debug("%s is not told %s: %s", self.connection.peer, notice, e)
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ behind the chunks of a prompt would wait for all of them, at every hop. Over a c
 it waits for the chunk that is being computed, since every stage takes turns (`stage.scheduler`),
 and each hop has connections of its own to the next one for each that it serves.
 
-Order within a session needs no care: whoever drives it sends nothing before all that was sent
+Order within a session needs no care: its driver sends nothing before all that was sent
 before is answered, or is lost with its connection; and what a lost connection leaves behind in a
 stage is refused there by its prefix hash, or continues the very same tokens.
 """
@@ -111,7 +111,7 @@ class HopChannels:
             link.expire_after(seconds, lambda: self.bulk.close(reason))
 
     def close(self, reason: str) -> None:
-        """End the priority connection for good; whoever waits for its answers is told."""
+        """End the priority connection for good; anyone who waits for its answers is told."""
         with self._lock:
             self._closed = True
             priority = self._priority
@@ -160,7 +160,7 @@ class HopChannels:
         except Ds4Error as e:
             log.info("%s: no second connection, tokens wait behind prompts: %s", peer, e)
             return None
-        except Exception:  # whoever waits for the connection must be told
+        except Exception:  # anyone who waits for the connection must be told
             log.exception("%s: opening a second connection failed", peer)
             return None
         return Link(

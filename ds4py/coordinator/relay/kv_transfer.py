@@ -119,7 +119,7 @@ class Snapshots:
         """Check a payload against the model and the context; the result holds views into it.
 
         Raises:
-            SnapshotError: It can not be continued here.
+            SnapshotError: It cannot be continued here.
         """
         return read_whole(payload, self._sizes(), n_ctx=self.n_ctx)
 

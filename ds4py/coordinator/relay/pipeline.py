@@ -430,7 +430,7 @@ class PipelinedRun:
         )
 
     def _failure(self, verdict: FailedResult) -> Ds4Error:
-        """Return the error of a bad answer; one that can not be trusted ends the link."""
+        """Return the error of a bad answer; one that cannot be trusted ends the link."""
         link = self._context.route.link
         assert link is not None
         if verdict.cause == "remote":
@@ -453,7 +453,7 @@ def _graver(first: Ds4Error | None, later: Ds4Error | None) -> Ds4Error | None:
 
 
 def _align(runner: ModelRunner, work: ForwardRequest) -> None:
-    """Cut the local caches to where the span starts, or say that they can not be."""
+    """Cut the local caches to where the span starts, or say that they cannot be."""
     held = runner.length(work.session) or 0
     if work.reset or held == work.pos0:
         return

@@ -62,7 +62,7 @@ class RouteTelemetry:
     """Sums per layer range; safe to use from several threads.
 
     Args:
-        trace: Where whoever measures leaves single intervals; None keeps none.
+        trace: Where measuring code leaves single intervals; None keeps none.
         clock: Microseconds, never less than before; only tells spans of one batch from spans one
             after the other.
     """

@@ -34,7 +34,7 @@ class RegistrarHost(Protocol):
 
 
 def refusal_of(hello: PeerHello, facts: CoordinatorFacts) -> str | None:
-    """Return why a ds4py can not serve as a worker, in words for both logs."""
+    """Return why a ds4py cannot serve as a worker, in words for both logs."""
     if hello.role != "worker":
         return "is no worker"
     refusal = check_hello(hello, facts)

@@ -2,7 +2,7 @@
 
 Owns: the verdicts of this process, the warning about a kernel that is left out. Refuses to know:
 kernels, how one is compared, where verdicts are remembered. Invariant: a kernel is compared once in
-a process, and one that differs is used nowhere: whoever would take it asks here first.
+a process, and one that differs is used nowhere: anyone who would take it asks here first.
 
 A kernel is compiled by LLVM for the processor at hand, which may be one that no test ever ran on.
 So its results are compared with torch's before a model relies on them.

@@ -11,7 +11,7 @@ has one; `n_parts`, parts of a row; `TILE`, parts that a program's threads take 
 GGML's name; the other upper-case ones are the fields of `layouts.Layout`.
 
 Upper-case arguments are known at compile time; a number of tokens must not be, or each would be
-compiled anew. A kernel's arguments are what its launch sends to the device, hence so many. Bodies
+compiled again. A kernel's arguments are what its launch sends to the device, hence so many. Bodies
 are Triton's language and not Python: mypy has no say here.
 """
 
@@ -83,7 +83,7 @@ def gemv(
             if TOKENS > 2:
                 y2 += weights * _values(x2 + own, inside)
                 y3 += weights * _values(x3 + own, inside)
-        raw += TILE // PARTS * BLOCK_BYTES  # cheaper than to find a part's block anew
+        raw += TILE // PARTS * BLOCK_BYTES  # cheaper than to find a part's block again
     y += token.to(tl.int64) * n_rows + row
     tl.store(y, tl.sum(y0))
     if TOKENS > 1:

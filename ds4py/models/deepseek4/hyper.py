@@ -1,4 +1,4 @@
-"""Hyper-connections: several residual streams, mixed anew around every half of a layer.
+"""Hyper-connections: several residual streams, mixed again around every half of a layer.
 
 Owns: the three kinds of weights that a state gives itself, Sinkhorn's normalization, and the mix of
 the streams before the head (docs/spec/deepseek4-model.md 3.2, 3.13). Refuses to know: what happens

@@ -2,7 +2,7 @@
 
 Owns: which experts a token gets and with what weight, the clamped SwiGLU
 (docs/spec/deepseek4-model.md 3.12). Refuses to know: how packed experts are multiplied. Invariant:
-a token's result does not depend on its neighbours, but for the order of float32 sums; experts'
+a token's result does not depend on its neighbours, except for the order of float32 sums; experts'
 results are added in the order of their selection.
 """
 

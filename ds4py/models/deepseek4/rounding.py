@@ -41,7 +41,7 @@ def round_q8_k(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_kv(rows: torch.Tensor, n_rot: int) -> torch.Tensor:
-    """Round cache rows: FP8 (E4M3) per 64 values but for the last `n_rot`, then all to binary16.
+    """Round cache rows: FP8 (E4M3) per 64 values except for the last `n_rot`, then all to binary16.
 
     Returns:
         float16, same shape.

@@ -112,7 +112,7 @@ def _lower_first(text: str) -> str:
 
 
 def _n_commas(body: bytes) -> int:
-    """Count commas outside of strings: as many as there are values, but for a few brackets.
+    """Count commas outside of strings: as many as there are values, except for a few brackets.
 
     Stops at strings that are too many to look between.
     """

@@ -38,7 +38,7 @@ class OutputFormat:
     Args:
         kind: How it is described.
         text: JSON text of a schema, regular expression, or Lark grammar; empty for any object.
-        strict: Refuse what can not be enforced of it, instead of leaving that out.
+        strict: Refuse what cannot be enforced of it, instead of leaving that out.
     """
 
     kind: OutputFormatKind
@@ -163,7 +163,7 @@ def openai_options(
         defaults: Sampling of requests that name no value.
 
     Raises:
-        RequestError: A value is out of range and can not be brought into it.
+        RequestError: A value is out of range and cannot be brought into it.
     """
     options = parsed.stream_options
     return Options(

@@ -86,7 +86,7 @@ class PreparedRequest:
         may_think: The model may open it itself.
         calls: How the model writes calls, which the dialect returns apart; None leaves them text.
         call_prefix: What the ids of calls begin with.
-        retry: Writes what asks for another reply behind calls that can not be read.
+        retry: Writes what asks for another reply behind calls that cannot be read.
         constraint: The grammar of the answer; None leaves it free.
         conclude: Takes note of the whole reply.
         prefix_length: Tells how many tokens stand before the first question.
@@ -229,7 +229,7 @@ def constraint_of(service: Service, options: Options) -> Constraint | None:
     """Compile the grammar of a request's answer.
 
     Raises:
-        RequestError: It can not be enforced.
+        RequestError: It cannot be enforced.
     """
     form = options.form
     if form is None:

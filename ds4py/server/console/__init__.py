@@ -36,7 +36,7 @@ _HEADERS: Final = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # kept, but asked for anew: an upgraded server shows its own page
+    "Cache-Control": "no-cache",  # kept, but asked for again: an upgraded server shows its own page
 }
 
 

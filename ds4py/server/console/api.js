@@ -27,7 +27,7 @@ export async function request(path, options = {}) {
     response = await fetch(new URL(path, document.baseURI), { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server can not be reached.", { cause: error });
+    throw new Error("The server cannot be reached.", { cause: error });
   }
   if (response.ok) return response;
   const refusal = new RefusedError(response.status, await reason(response));

@@ -43,7 +43,7 @@ async function* blocks(body) {
   } catch (error) {
     throw error.name === "AbortError" ? error : new Error(BROKEN, { cause: error });
   } finally {
-    reader.cancel().catch(() => {}); // whoever reads no further lets go of the server
+    reader.cancel().catch(() => {}); // anyone who reads no further lets go of the server
   }
 }
 

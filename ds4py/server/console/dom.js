@@ -56,7 +56,7 @@ export function age(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-/** The time of day of Unix seconds, on the clock of whoever reads. */
+/** The time of day of Unix seconds, on the reader's clock. */
 export const clock = (seconds) =>
   new Date(seconds * 1000).toLocaleTimeString("en-GB", { hourCycle: "h23" });
 

@@ -1,5 +1,5 @@
 // Owns: the picture of the cluster: figures, the way of a token, machines and their layers, events.
-// Refuses to know: where the figures come from and when. Invariant: rows are built anew only when
+// Refuses to know: where the figures come from and when. Invariant: rows are built again only when
 // machines or layers change; otherwise only their figures do.
 
 import { age, byId, bytes, clock, count, duration, make, number, percent, setText } from "./dom.js";

@@ -193,7 +193,7 @@ class DiskPrefixCache:
         return b"".join(self._tokenizer.token_bytes(token, special=True) for token in tokens)
 
     def _rest(self, prompt: Sequence[int], n_bytes: int) -> list[int] | None:
-        """Return the tokens of a prompt behind its first bytes; None if they can not be told.
+        """Return the tokens of a prompt behind its first bytes; None if they cannot be told.
 
         A token across the cut is spelled by others, and only it: what stands behind keeps its
         tokens, so that no text of a user can become a control token.

@@ -6,9 +6,10 @@ conversation is forgotten first.
 
 Some dialects let a client go on by results alone, without the turns before them. Keeping the turns
 instead of a session's state means that nothing is lost when the session serves somebody else
-meanwhile: the prompt is written anew, and what a session still has of it is reused as ever.
+meanwhile: the prompt is written again, and what a session still has of it is reused as ever.
 
-Ids have 128 random bits and go to one client only: whoever names one may go on with what it ended.
+Ids have 128 random bits and go to one client only: anyone who names one may go on with what it
+ended.
 """
 
 from __future__ import annotations

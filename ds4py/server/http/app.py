@@ -57,7 +57,7 @@ def create_app(
 ) -> Starlette:
     """Build the HTTP application.
 
-    No thread runs before the first request. Whoever serves the application ends its threads by
+    No thread runs before the first request. Anyone who serves the application ends its threads by
     `queue_of(app).close(deadline)`.
 
     Args:
@@ -65,7 +65,7 @@ def create_app(
         text: Tokenizer and chat format of the same model.
         config: Limits, defaults, name.
         n_sessions: Requests that generate at once: as many as the backend has sessions.
-        events: The latest lines of the log, filled by whoever serves the application.
+        events: The latest lines of the log, filled by the server.
         disk: Where prefixes outlive their sessions; None keeps none.
     """
     tools, exact_tokens = ToolCallMemory(max_ids=config.max_tool_ids), ExactTokens()

@@ -1,8 +1,8 @@
 """`GET /stats`: what the console shows of a running server.
 
 Owns: the JSON, the short memory from which rates are made. Refuses to know: HTTP, who measures.
-Invariant: nothing runs between two questions; whoever asks takes the sample that the next answer is
-compared with.
+Invariant: nothing runs between two questions; anyone who asks takes the sample that the next answer
+is compared with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The latest lines of the log, for whoever looks at a running server.
+"""The latest lines of the log, for anyone who looks at a running server.
 
 Owns: which lines are worth keeping, how many, how long. Refuses to know: HTTP, who writes them.
 Invariant: memory is bounded, whatever a peer makes somebody log.
@@ -53,7 +53,7 @@ class EventLog(logging.Handler):
             if record.levelno >= logging.WARNING or not record.name.startswith(_ROUTINE):
                 text = _one_line(record.getMessage())
                 self._events.append(LogEvent(record.created, _level(record.levelno), text))
-        except Exception:  # noqa: BLE001 - a handler never fails whoever logs
+        except Exception:  # noqa: BLE001 - a handler never fails anyone who logs
             self.handleError(record)
 
     def recent(self) -> tuple[LogEvent, ...]:

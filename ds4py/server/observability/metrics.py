@@ -1,6 +1,7 @@
 """`GET /metrics`: the sums of a server in the text format of Prometheus (docs/metrics.md).
 
-Owns: names, labels and units of the metrics. Refuses to know: HTTP but for the reply, who measures.
+Owns: names, labels and units of the metrics. Refuses to know: HTTP except for the reply, who
+measures.
 Invariant: every metric stands in the table of docs/metrics.md; labels have few values, which no
 client chooses.
 """
@@ -256,7 +257,7 @@ def _route(health: Health, n_layers: int) -> Iterator[Metric]:
     )
     yield _counter(
         "ds4_replays",
-        "How often a timeline was evaluated anew because a stage refused or was lost.",
+        "How often a timeline was evaluated again because a stage refused or was lost.",
         health.replays,
     )
 

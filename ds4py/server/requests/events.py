@@ -20,7 +20,7 @@ class Tally:
         n_prompt: Tokens of the prompt.
         n_cached: Leading prompt tokens that were not evaluated again.
         n_completion: Sampled tokens, shown or not, without the end token.
-        n_reasoning: Those of them before the answer, but for a few that stop texts held back.
+        n_reasoning: Those of them before the answer, except for a few that stop texts held back.
         prefill_seconds: From the lease of a session to the first logits.
         decode_seconds: From there to the end.
     """
@@ -57,7 +57,7 @@ class Prefilling:
 class Started:
     """The prompt is evaluated; the reply follows.
 
-    Coming a second time, it takes back whatever followed the first: the reply begins anew.
+    Coming a second time, it takes back whatever followed the first: the reply begins again.
 
     Args:
         n_prompt: Tokens of the prompt.

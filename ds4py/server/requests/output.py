@@ -124,7 +124,7 @@ class OutputProcessor:
 
     @property
     def malformed(self) -> bool:
-        """Whether it has calls that can not be read."""
+        """Whether it has calls that cannot be read."""
         return self._parts.malformed
 
     @property
@@ -169,7 +169,7 @@ class OutputProcessor:
     def close(self, *, streamed: bool) -> list[str]:
         """Emit the rest; return the ids of the calls, none if they do not count.
 
-        Calls that can not be read are text, unless their client was already told of one.
+        Calls that cannot be read are text, unless their client was already told of one.
         """
         if self._parts.malformed and not (streamed and self._parts.n_calls):
             self._say(TextPiece(self._parts.raw_block))

@@ -56,7 +56,7 @@ class Manner:
         tools: JSON texts of those on offer.
         default_system: Begin with the format's own system text if no message has one.
         system_in_place: Leave system messages where they are.
-        block_for: Finds the words in which the model made calls; None writes all calls anew.
+        block_for: Finds the words in which the model made calls; None writes all calls again.
     """
 
     think: str | None = None
@@ -117,7 +117,7 @@ def _end_of_turn(tokens: Sequence[int], eos_ids: Collection[int]) -> int | None:
 def retry_prompt(
     text: TextStack, messages: Sequence[ChatMessage], manner: Manner
 ) -> tuple[int, ...]:
-    """Return the ids that ask for another reply behind one whose calls can not be read.
+    """Return the ids that ask for another reply behind one whose calls cannot be read.
 
     Args:
         text: Of the model.
@@ -223,7 +223,7 @@ def excess(
         n_ctx: Tokens that fit.
 
     Returns:
-        Roughly the tokens of one that can not fit; None if only its prompt can tell.
+        Roughly the tokens of one that cannot fit; None if only its prompt can tell.
     """
     contents = [message.content for message in messages]
     others = [*tools, *(message.reasoning for message in messages)]

@@ -41,7 +41,7 @@ class GenerationRequest:
         may_think: The model may open the reasoning itself.
         calls: How the model writes calls, which are to be read; None leaves them text.
         call_prefix: What the ids of calls begin with.
-        retry: Writes what asks for another try behind calls that can not be read; None tries once.
+        retry: Writes what asks for another try behind calls that cannot be read; None tries once.
         constraint: The grammar of the answer; None leaves it free.
         conclude: Takes note of the whole reply, if anybody does.
         prefix_length: Tells where the first question of the prompt begins, if anybody knows.

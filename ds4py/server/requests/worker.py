@@ -1,7 +1,7 @@
 """What a generation thread does for one request.
 
 Owns: the meeting of session, sampler and reply; which of several prompts of one meaning is
-evaluated; the request's tally, and the one hidden retry of a call that can not be read. Refuses to
+evaluated; the request's tally, and the one hidden retry of a call that cannot be read. Refuses to
 know: the event loop, HTTP, JSON, what a token means (`output`). Invariant: the session is
 given back before `perform` returns or raises.
 """
@@ -180,19 +180,19 @@ class GenerationTask:
         self._n_cached = max(n_loaded, n_cached) if n_cached is not None else None
 
     def _may_retry(self, session: Session) -> bool:
-        """Prepare another attempt, if the reply has calls that can not be read."""
+        """Prepare another attempt, if the reply has calls that cannot be read."""
         ask = self._request.retry() if self._reply.malformed and self._request.retry else ()
         prompt = (*self._prompt, *self._reply.tokens, *ask)
         if not ask or len(prompt) >= session.n_ctx:
             return False
-        _log.info("a call of a tool can not be read: asking the model for another one")
+        _log.info("a call of a tool cannot be read: asking the model for another one")
         self._n_spent = self._reply.n_tokens
         self._reply = OutputProcessor(self._request, self._emit, self._tokenizer)
         self._prompt = prompt
         return True
 
     def _attempt(self, session: Session, prompt: Sequence[int], cancelled: Cancelled) -> Finish:
-        """Generate behind a prompt; what can not be read is not emitted."""
+        """Generate behind a prompt; what cannot be read is not emitted."""
         events = generate(
             session,
             prompt,

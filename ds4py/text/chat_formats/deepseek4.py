@@ -58,7 +58,7 @@ _RESULT_END: Final = "</tool_result>"
 _ROLES: Final = {"developer": "system", "function": "tool"}
 
 _UNREADABLE: Final = (
-    "This call of a tool can not be read, and nothing was done. Write a new one exactly as "
+    "This call of a tool cannot be read, and nothing was done. Write a new one exactly as "
     "described below, or answer without tools."
 )
 
@@ -141,7 +141,7 @@ class DeepSeek4Chat:
             variables: `think`, see `mode`, and `tools`, see `preamble_parts`; others are ignored.
 
         Raises:
-            RequestError: `think` or `tools` can not be understood.
+            RequestError: `think` or `tools` cannot be understood.
         """
         systems, turns = _read(messages, in_place=system_in_place)
         parts = self._parts(systems, turns, variables, opened=add_generation_prompt)

@@ -6,7 +6,7 @@ them; its length, its steps, its time and its output are bounded, and it ends in
 the two errors below.
 
 Not bounded is the memory that one single filter or method takes before its result is measured, such
-as `'x'.ljust(10 ** 9)`: whoever loads a model file trusts it to that degree.
+as `'x'.ljust(10 ** 9)`: anyone who loads a model file trusts it to that degree.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ChatFormat(Protocol):
 
     @property
     def call_format(self) -> CallFormat | None:
-        """How the model writes calls of tools; None: tools can not be offered to it."""
+        """How the model writes tool calls; None: tools cannot be offered to it."""
 
     @property
     def may_think(self) -> bool:
@@ -90,7 +90,7 @@ class ChatFormat(Protocol):
         think: str | None = None,
         tools: Sequence[str] = (),
     ) -> list[int]:
-        """Return what asks for another reply behind one whose calls can not be read.
+        """Return what asks for another reply behind one whose calls cannot be read.
 
         Args:
             messages: The conversation before that reply.

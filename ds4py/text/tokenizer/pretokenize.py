@@ -2,7 +2,7 @@
 
 Owns: the table from `tokenizer.ggml.pre` to split patterns. Refuses to know: vocabularies and
 merges. Invariant: no piece is lost or changed by splitting, so that decoding gives the text back
-(but for families that normalise Unicode, which say so in their rule).
+(except for families that normalise Unicode, which say so in their rule).
 
 The patterns are facts about how each family was trained: with another one the same text gives ids
 that the model has never seen together.

@@ -134,7 +134,7 @@ def _has_byte_tokens(vocabulary: Vocabulary) -> bool:
 def _unique_spellings(vocabulary: Vocabulary) -> Iterator[str]:
     """Yield spellings as the library accepts them: valid, without NUL, and each one once.
 
-    Spaces are written as the library sees them in text. What can not be kept gets a name that no
+    Spaces are written as the library sees them in text. What cannot be kept gets a name that no
     text contains; such a token can still be generated, only not be found in a text.
     """
     seen: set[str] = set()

@@ -70,9 +70,9 @@ class Tokenizer:
 
         Args:
             text: Any text. Halves of surrogate pairs become U+FFFD. Bytes that are no UTF-8 have no
-                way in: whoever has some decodes them first, with replacement.
+                way in: anyone who has some decodes them first, with replacement.
             special: Whether control tokens spelled in the text become those tokens; otherwise they
-                are ordinary characters. User-defined tokens are recognised either way, but for
+                are ordinary characters. User-defined tokens are recognised either way, except for
                 families that say otherwise (`SplitRule.literal`).
         """
         text = _well_formed(text)

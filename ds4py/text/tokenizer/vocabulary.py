@@ -72,7 +72,7 @@ class Vocabulary:
         scores: Score of each id, or empty.
         merges: "left right" in order of rank, or empty.
         bos_id: Token that begins a sequence.
-        unknown_id: Token for what can not be spelled.
+        unknown_id: Token for what cannot be spelled.
         eos_ids: Tokens that end a reply.
         add_bos: Whether a prompt must begin with `bos_id`.
         add_space_prefix: Whether text is tokenized as if a space stood before it.

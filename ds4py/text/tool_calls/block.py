@@ -98,7 +98,7 @@ class CallBlock:
         return self._calls.drain()
 
     def _seek_end(self, text: str) -> None:
-        """Look for the end of a block that can not be read."""
+        """Look for the end of a block that cannot be read."""
         if self._scanner.is_closed:  # that it is closed already is what was wrong
             self._complete(len(text))
             return

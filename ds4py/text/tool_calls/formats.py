@@ -1,8 +1,8 @@
-"""How models write calls of tools: what begins a block, and which grammar reads it.
+"""How models write tool calls: what begins a block, and which grammar reads it.
 
 Owns: the formats that are known, as data, and the choice by the text of a chat template. Refuses to
 know: the grammars, where in a reply a block may stand, who executes calls. Invariant: a model whose
-calls can not be read has no format, and then nothing that it writes is a call.
+calls cannot be read has no format, and then nothing that it writes is a call.
 """
 
 from __future__ import annotations

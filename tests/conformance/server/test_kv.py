@@ -76,7 +76,7 @@ def _forget_reasoning(path: str, body: Any) -> None:
 
 
 def test_c58_other_formats_reuse_too() -> None:
-    """A prompt that goes on from what was sampled says the same as one that is written anew.
+    """A prompt that goes on from what was sampled says the same as one that is written again.
 
     ChatML ends questions and answers by one token, and the answer was sampled byte by byte.
     """

@@ -194,7 +194,7 @@ def _unsigned(found: Any) -> Any:
 def test_c65_a_client_that_goes_frees_the_model(
     path: str, stream: bool, leave: Leave, phase: str
 ) -> None:
-    """Whoever goes costs at most the chunk or the token that had begun.
+    """Anyone who goes costs at most the chunk or the token that had begun.
 
     Differs from ds4: it notices when a write fails, and not at all while it sends nothing.
     """

@@ -1,4 +1,4 @@
-"""C50 to C57: calls of tools in every dialect, and when the model thinks."""
+"""C50 to C57: tool calls in every dialect, and when the model thinks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ BROKEN = "\n\n" + block('<nonsense name="weather">\n')
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("again", [WEATHER, "It is warm."])
 def test_c55_one_hidden_retry(path: str, again: str) -> None:
-    """A closed block that can not be read is asked for again; the client sees the second reply."""
+    """A closed block that cannot be read is asked for again; the client sees the second reply."""
     fake = model(turns(f"Hm{THINK_END}Look:" + BROKEN, f"So{THINK_END}" + again))
     with served(fake) as (_, port):
         reply = post(port, path, asking(path, tools=True)).json
@@ -166,7 +166,7 @@ def test_c55_there_is_no_second_retry(path: str) -> None:
 
 @pytest.mark.parametrize("path", DIALECTS)
 def test_c55_a_stream_is_not_tried_again(path: str) -> None:
-    """In a stream a block that can not be read is text.
+    """In a stream a block that cannot be read is text.
 
     Differs from ds4: there a stream of chat or messages says nothing of it.
     """

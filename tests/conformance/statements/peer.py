@@ -2,7 +2,7 @@
 
 Owns: the byte layouts that the numbered tests of this folder need. Refuses to know: `ds4py.wire`.
 Invariant: no frame that a peer sends or reads passes through code of ds4py, so a misreading of the
-tables can not hide on both sides of a test.
+tables cannot hide on both sides of a test.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_statement_065_no_hidden_states_at_a_headless_end() -> None:
 
 
 def test_statement_069_a_better_newcomer() -> None:
-    """Whoever registers between two tokens and makes a better route gets the next span."""
+    """Anyone who registers between two tokens and makes a better route gets the next span."""
     with fleet(Member(0, 2), Member(3, 5, 1)) as f:
         f.sync()
         with enlisted(f.cluster, listen_port=7002) as new:
@@ -178,7 +178,7 @@ def test_statement_069_a_better_newcomer() -> None:
 
 
 def test_statement_069_a_worker_that_leaves() -> None:
-    """Whoever leaves between two tokens is not on the route of the next span."""
+    """Anyone who leaves between two tokens is not on the route of the next span."""
     members = [Member(0, 2), Member(3, 5, 1), Member(3, 5, 1, host="127.0.0.2")]
     with fleet(*members) as f:
         assert f.sync()[1] == [0, 1]

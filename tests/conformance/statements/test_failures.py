@@ -141,7 +141,7 @@ TRANSPORT_ERRORS: list[tuple[str, Callable[[Peer, Asked], None]]] = [
     "damage", [do for _, do in TRANSPORT_ERRORS], ids=[name for name, _ in TRANSPORT_ERRORS]
 )
 def test_statement_067_transport_errors(damage: Callable[[Peer, Asked], None]) -> None:
-    """An answer that can not be trusted costs its hop the route; a standby gets the replay."""
+    """An answer that cannot be trusted costs its hop the route; a standby gets the replay."""
     members = [Member(3, 5, 1), Member(3, 5, 1, host="127.0.0.2")]
     with fleet(*members, local="0-2") as f:
         first, standby = f.peers

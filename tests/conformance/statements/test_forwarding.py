@@ -48,7 +48,7 @@ RECORD = struct.pack(">10I", 3, 5, 1, 0, 3, 123, 0, 0, 108, 388)
 
 
 class Scene(NamedTuple):
-    """A worker of layers 0 to 2 between `up`, which drives it, and whoever dials `door`."""
+    """A worker of layers 0 to 2 between `up`, which drives it, and anyone who dials `door`."""
 
     worker: Worker
     up: Peer
@@ -175,7 +175,7 @@ def test_statement_057_the_window() -> None:
 
 
 def test_statement_058_an_unreachable_next_hop(monkeypatch) -> None:
-    """A next hop that can not be reached is an error RESULT (W-FWD), and upstream stands.
+    """A next hop that cannot be reached is an error RESULT (W-FWD), and upstream stands.
 
     The session has advanced all the same (15, Q37): without a reset, the same span is a mismatch.
     """

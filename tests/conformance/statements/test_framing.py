@@ -118,8 +118,8 @@ def test_statement_004_a_coordinator_takes_any_end_for_a_close(
 ) -> None:
     """A HELLO that ends early is a close for the coordinator, and other workers do not notice.
 
-    Differs from C: whoever leaves after one to three bytes of the magic is let go after ten seconds
-    only, because the port is shared with HTTP and both look alike until then.
+    Differs from C: anyone who leaves after one to three bytes of the magic is let go after ten
+    seconds only, because the port is shared with HTTP and both look alike until then.
     """
     monkeypatch.setattr(port_module, "_FIRST_WORD_SECONDS", 0.1)
     with driven() as (c, good, session):
@@ -148,8 +148,8 @@ def test_statement_005_a_worker_closes_on_a_wrong_magic(start: bytes) -> None:
 def test_statement_005_a_coordinator_closes_on_a_wrong_magic(start: bytes) -> None:
     """A coordinator that waits for a HELLO closes on a wrong magic without a word.
 
-    Differs from C: where the port is shared with HTTP, whoever does not begin with the magic is an
-    HTTP client and may read an HTTP error.
+    Differs from C: where the port is shared with HTTP, anyone who does not begin with the magic is
+    an HTTP client and may read an HTTP error.
     """
     with cluster([]) as c, dial(c.port.address) as peer:
         peer.say(start + bytes(8))

@@ -65,7 +65,7 @@ def test_statement_038_a_mismatch_changes_nothing(
 
 
 def test_statement_038_a_shorter_prefix() -> None:
-    """A span for a shorter prefix of the session is a mismatch to a stage that can not be cut.
+    """A span for a shorter prefix of the session is a mismatch to a stage that cannot be cut.
 
     Differs from C: a stage whose model allows it cuts its session there and goes on, where C asks
     for a replay. What it computes is what one process computes.

@@ -282,7 +282,7 @@ def chunks(scene: Scene, n: int = 2) -> tuple[Background, list[Asked]]:
 
 
 def test_statement_077_an_ack_for_the_last_chunk() -> None:
-    """The last chunk of a prompt can not be answered with an ACK, those before it can."""
+    """The last chunk of a prompt cannot be answered with an ACK, those before it can."""
     with output_worker(chunk=2) as scene:
         running, asked = chunks(scene)
         for one in asked:
@@ -292,7 +292,7 @@ def test_statement_077_an_ack_for_the_last_chunk() -> None:
 
 @pytest.mark.parametrize("tokens", [SEVEN, SEVEN[:1]])
 def test_statement_077_an_ack_for_a_single_span(tokens: Sequence[int]) -> None:
-    """A span on its own can not be answered with an ACK."""
+    """A span on its own cannot be answered with an ACK."""
     with output_worker() as (_, peer, session):
         running = Background(lambda: session.sync(tokens))
         peer.send(RESULT, result(peer.asked(), ACK, b"", 0))
@@ -300,7 +300,7 @@ def test_statement_077_an_ack_for_a_single_span(tokens: Sequence[int]) -> None:
 
 
 def test_statement_077_an_ack_for_a_decode() -> None:
-    """A decoded token can not be answered with an ACK."""
+    """A decoded token cannot be answered with an ACK."""
     with output_worker() as (_, peer, session):
         answered(peer, 1, lambda: session.sync(SEVEN))
         running = Background(lambda: session.eval(7))

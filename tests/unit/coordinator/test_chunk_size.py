@@ -76,7 +76,7 @@ def test_observations_of_several_sizes_and_positions_give_the_model_back(true) -
 
 @given(st.floats(1e-4, 1e-2), st.integers(128, 2048))
 def test_one_size_alone_is_explained_by_a_modest_fixed_cost(per_token, n) -> None:
-    """It can not tell the fixed cost from the tokens'; neither may be taken for all of it."""
+    """It cannot tell the fixed cost from the tokens'; neither may be taken for all of it."""
     fitted = fit([ChunkCost(0, n, per_token * n, 0.0)] * 5)
     assert fitted.fixed == pytest.approx(64 * fitted.per_token, rel=0.05)
     assert fitted.seconds(n, 0) == pytest.approx(per_token * n + 0.0005, rel=0.01)

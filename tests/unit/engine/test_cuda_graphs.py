@@ -1,4 +1,4 @@
-"""Recorded steps: when they are recorded, what they read, and what happens when they can not be."""
+"""Recorded steps: when they are recorded, what they read, and what happens when they cannot be."""
 
 import logging
 

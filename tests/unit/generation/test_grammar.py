@@ -298,7 +298,7 @@ def without(*gone: bytes) -> GrammarSource:
 
 def test_a_text_that_the_tokens_can_not_spell_is_refused_when_it_comes_to_that() -> None:
     source = without(b"z")
-    with pytest.raises(RequestError, match="can not be enforced") as caught:
+    with pytest.raises(RequestError, match="cannot be enforced") as caught:
         source.compile(GrammarKind.CHOICE, '["z"]', param="guided_choice")
     assert caught.value.param == "guided_choice"
     constraint = source.compile(GrammarKind.REGEX, "[ab][xz]", param="guided_regex")
@@ -321,7 +321,7 @@ MODULI = [{"type": "integer", "multipleOf": m} for m in (997, 991)]
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
-        (S, "{", "JSON schema: can not be enforced: Expecting"),
+        (S, "{", "JSON schema: cannot be enforced: Expecting"),
         (S, "[]", "object"),
         (S, "{}\n}", "Extra data"),
         (S, "[" * 60_000, "nested too deeply"),

@@ -208,12 +208,12 @@ def test_a_path_that_is_not_there_is_refused(tmp_path: Path):
 
 def test_a_path_through_a_file_is_refused(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"x")
-    with pytest.raises(GgufError, match="can not be read: Not a directory"):
+    with pytest.raises(GgufError, match="cannot be read: Not a directory"):
         GgufFile.open(tmp_path / "file" / "m.gguf")
 
 
 def test_an_impossible_path_is_refused():
-    with pytest.raises(GgufError, match="can not be a path"):
+    with pytest.raises(GgufError, match="cannot be a path"):
         GgufFile.open("a\0b.gguf")
 
 

@@ -144,5 +144,5 @@ def test_shards_share_the_tensors_in_order(tmp_path: Path):
 
 
 def test_a_folder_that_is_not_there_is_a_clear_error(tmp_path: Path):
-    with pytest.raises(GgufError, match="can not be written"):
+    with pytest.raises(GgufError, match="cannot be written"):
         save_gguf(tmp_path / "none" / "m.gguf", {}, [])

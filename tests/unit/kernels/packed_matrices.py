@@ -129,7 +129,7 @@ def product_error(tensor: QuantTensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def for_processor(patch: pytest.MonkeyPatch, name: str, features: FeatureMap | None = None) -> None:
-    """Compile all kernels anew from now on, for another processor, until the patch is undone."""
+    """Compile all kernels again from now on, for another processor, until the patch is undone."""
     chosen = FeatureMap() if features is None else features
     patch.setattr(jit, "_processor", lambda: (name, chosen))
     for module, kernels in (

@@ -37,7 +37,7 @@ def one_thread():
 
 
 def matrix(kind: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
-    """Random weights; formats that `gguf` can not quantize to are made of random bytes."""
+    """Random weights; formats that `gguf` cannot quantize to are made of random bytes."""
     if kind in ("Q4_K", "Q6_K", "IQ4_XS"):
         return random_blocks(kind, (rows, columns), seed)
     rng, type_id = np.random.default_rng(seed), GGMLQuantizationType[kind]

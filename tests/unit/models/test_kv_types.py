@@ -29,7 +29,7 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def without_fused_steps(tmp_path_factory, toy) -> Path:
-    """The same model, but for one matrix that has no fused product."""
+    """The same model, except for one matrix that has no fused product."""
     copy = tmp_path_factory.mktemp("toy") / "m.gguf"
     copy.write_bytes(toy.read_bytes())
     values = np.random.default_rng(4).normal(0, 0.06, (64, 128))

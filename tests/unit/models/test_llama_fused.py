@@ -167,7 +167,7 @@ def test_sessions_in_one_batch_equal_each_alone_bit_by_bit(toy, variant, fused_s
 
 
 def with_scales(path: Path, form: str) -> Path:
-    """A llama whose matrices are blocks with scales of their own; `gguf` can not make these."""
+    """A llama whose matrices are blocks with scales of their own; `gguf` cannot make these."""
     toy = toy_llama(path, n_layers=2, n_embd=256, n_ff=256, quant="Q8_0")
     with GgufFile.open(toy) as file:
         shapes = {name: info.shape for name, info in file.tensors.items() if len(info.shape) == 2}

@@ -355,7 +355,7 @@ def test_an_extended_worker_passes_the_same_rows():
     assert check_hello(PEER, COORDINATOR) is None
     for kind, changes in HELLO_FAULTS:
         if kind in {"H-OUTFLAG", "H-HIDFLAG", "H-PORT"}:
-            continue  # the extended form can not express these
+            continue  # the extended form cannot express these
         named = {k: v.decode() if isinstance(v, bytes) else v for k, v in changes.items()}
         refusal = check_hello(peer(**named), COORDINATOR)
         assert refusal is not None

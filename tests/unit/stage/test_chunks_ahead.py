@@ -152,8 +152,8 @@ def test_a_session_that_begins_anew_behind_a_span_that_fails_is_not_disturbed() 
     with driven(arrive=fails_at(2)) as w:
         w.driver.check([], PROMPT[:2])
         w.together(lambda: [w.driver.ask(PROMPT[:2], [7, 8]), w.driver.ask([], PROMPT[:5])], 2)
-        failed, anew = w.driver.answer(), w.driver.answer()
-        assert (failed.text, anew.status) == (str(BROKEN), 0)
+        failed, again = w.driver.answer(), w.driver.answer()
+        assert (failed.text, again.status) == (str(BROKEN), 0)
         assert w.timeline(1) == (PROMPT[:5], True)
         result = w.driver.check(PROMPT[:5], PROMPT[5:])
         logits = np.frombuffer(result.payload, "<f4")
@@ -197,7 +197,7 @@ class Step(NamedTuple):
     Args:
         session: 0 to 2.
         tokens: With `REFUSED` the runner refuses them, with `FAILING` the device loses them.
-        start: Where it is said to go on: "end", "cut" (before the last token), "anew", "wrong".
+        start: Where it is said to go on: "end", "cut" (before the last token), "again", "wrong".
     """
 
     session: int
@@ -210,7 +210,7 @@ STEPS = st.lists(
         Step,
         st.integers(0, 2),
         st.lists(st.sampled_from([*range(24), REFUSED, FAILING]), min_size=1, max_size=3),
-        st.sampled_from(["end"] * 6 + ["cut", "anew", "wrong"]),
+        st.sampled_from(["end"] * 6 + ["cut", "again", "wrong"]),
     ),
     min_size=1,
     max_size=14,
@@ -377,7 +377,7 @@ def test_own_layers_are_not_ahead_where_nothing_is_to_overlap() -> None:
 def test_after_a_cancellation_what_is_done_is_kept_though_own_layers_were_ahead(
     layers, cuts, can_rewind
 ) -> None:
-    """Layers that can not be cut back keep what they were given, so all others follow."""
+    """Layers that cannot be cut back keep what they were given, so all others follow."""
     gone = threading.Event()
 
     def ready(work: ForwardRequest) -> bool:

@@ -178,10 +178,10 @@ def test_a_failure_behind_the_start_takes_all_with_it_that_was_started_since(err
 
 def test_a_failure_is_no_business_of_a_session_that_began_anew_since() -> None:
     stage = lines()
-    span, anew = claim([], [5]), claim([], [6, 7], reset=True)
+    span, again = claim([], [5]), claim([], [6, 7], reset=True)
     stage.admit(span, US)
     cached = stage.commit(span)
-    assert evaluate(stage, anew) == Admission(reset=True)
+    assert evaluate(stage, again) == Admission(reset=True)
     stage.evaluation_failed(span, ClusterError("broken"), cached)
     assert tokens_of(stage) == [6, 7]
     assert evaluate(stage, claim([6, 7], [8])) == Admission()

@@ -36,7 +36,7 @@ class Reading:
     is_open: bool = False
 
     def add(self, parts: Iterable[ReplyPart]) -> None:
-        """Add parts in order; none may come where it can not stand."""
+        """Add parts in order; none may come where it cannot stand."""
         for part in parts:
             match part:
                 case Reasoning(text):

@@ -1,4 +1,4 @@
-"""Frames over real sockets: however the bytes come, whoever ends the connection."""
+"""Frames over real sockets: however the bytes come, whichever side ends the connection."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_a_listener_that_comes_up_later_is_reached() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", ""])
 def test_a_wildcard_can_not_be_dialled(host) -> None:
-    with pytest.raises(ConnectError, match="can not be dialled"):
+    with pytest.raises(ConnectError, match="cannot be dialled"):
         connect(Address(host, 8000), SOCKETS)
 
 

@@ -165,7 +165,7 @@ def test_no_more_requests_are_outstanding_than_the_window_allows(window) -> None
 
 
 def test_a_next_hop_that_stalls_stops_neither_the_device_nor_other_drivers() -> None:
-    """Spans that can not leave hold back their own driver only."""
+    """Spans that cannot leave hold back their own driver only."""
     with next_hop() as stalled, next_hop() as lively:
         tuning = WorkerTuning(forward_window=1, prefetch_depth=1)
         with middle(stalled.address, tuning) as d:
@@ -194,7 +194,7 @@ def test_when_the_next_hop_dies_every_pending_request_gets_an_error() -> None:
         got = [d.answer() for _ in range(3)]
         assert [(r.request_id, r.status) for r in got] == [(1, 1), (2, 1), (3, 1)]
         assert "closed the connection" in got[0].text
-        d.ask([], [5])  # the upstream connection stands, and the next hop is dialled anew
+        d.ask([], [5])  # the upstream connection stands, and the next hop is dialled again
         again = hop.accept()
         again.send(encode(logits_for(take_work(again))))
         assert d.answer().status == 0

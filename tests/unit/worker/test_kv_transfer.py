@@ -444,7 +444,7 @@ def test_a_model_without_a_portable_form_says_so() -> None:
 
 
 def test_few_shards_are_in_memory_at_once(monkeypatch) -> None:
-    """Whoever comes when all permits are taken waits; the permits come back."""
+    """Anyone who comes when all permits are taken waits; the permits come back."""
     payload = payload_of(PROMPT)
     with serving() as (worker, d):
         permits = worker._stage.transfers

@@ -107,7 +107,7 @@ def test_a_cancel_may_come_before_the_spans_that_it_means() -> None:
 
 
 def test_a_lost_hop_gets_no_more_patience() -> None:
-    """What waits for it is answered at once; the next span dials it anew."""
+    """What waits for it is answered at once; the next span dials it again."""
     worker = start_worker(FakeRunner(span("0-2")))
     with next_hop() as hop:
         hops = entry(span("0-2")), entry(span("3-5"), hop.address)
@@ -276,7 +276,7 @@ def test_a_cancelled_request_of_plain_workers_waits_for_all_that_was_sent() -> N
 
 
 def test_after_a_cancel_a_route_that_can_not_rewind_starts_anew() -> None:
-    """The stages were left uneven, and now one of them is another that can not be cut back."""
+    """The stages were left uneven, and now one of them is another that cannot be cut back."""
     with cancelling(None, ["0-5"]) as (c, session, prefill, resume):
         (old,) = c.workers
         wait_until(lambda: old._stage.aborted.covers(session.session_id, 3), "it is told")

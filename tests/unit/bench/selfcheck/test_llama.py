@@ -31,7 +31,7 @@ def test_a_named_interpreter_without_llama_cpp_is_an_error(tmp_path: Path) -> No
     broken = program(tmp_path, "raise ModuleNotFoundError('no llama_cpp here')")
     with pytest.raises(ConfigError, match=r"--llama-python .*no llama_cpp here"):
         llama.find_llama(broken)
-    with pytest.raises(ConfigError, match=r"--llama-python .*can not be run"):
+    with pytest.raises(ConfigError, match=r"--llama-python .*cannot be run"):
         llama.find_llama(tmp_path / "nowhere")
 
 

@@ -290,7 +290,7 @@ def test_a_worker_of_ours_is_greeted_on_it_and_its_loss_harms_nobody() -> None:
 
 
 def test_somebody_else_behind_the_data_port_gets_no_span() -> None:
-    """Other layers than those that registered: the machine was set up anew meanwhile."""
+    """Other layers than those that registered: the machine was set up again meanwhile."""
     gate = threading.Event()
 
     def hold(work) -> None:

@@ -103,7 +103,7 @@ def send(connection: Connection, *messages) -> None:
 
 
 def whole_reply(request: SaveRequest, **changes: object) -> list:
-    """BEGIN, CHUNK and DONE as they should be, but for some fields of BEGIN."""
+    """BEGIN, CHUNK and DONE as they should be, except for some fields of BEGIN."""
     payload = shard_of(PROMPT)
     return [
         begin_of(request, payload, **changes),

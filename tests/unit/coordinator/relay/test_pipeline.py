@@ -240,7 +240,7 @@ def test_a_remote_device_that_fails_is_told_with_its_words() -> None:
 
 
 def test_more_sessions_than_a_stage_has_slots_is_told_to_the_client() -> None:
-    """The stage's own words reach whoever asked; the sessions that stand go on."""
+    """The stage's own words reach anyone who asked; the sessions that stand go on."""
     worker = start_worker(FakeRunner(WHOLE, n_slots=1))
     with dialling(RouteEntry(worker.address)) as c:
         c.wait_ready()

@@ -149,7 +149,7 @@ def scene(*, dial_in: bool) -> Iterator[Scene]:
 
 @pytest.mark.parametrize("dial_in", [False, True])
 def test_a_stopped_worker_gives_way_to_one_that_stands_by(dial_in) -> None:
-    """Whoever came first serves; the other one takes over, and keeps the route when it is back."""
+    """The first to come serves; the other takes over, and keeps the route when it is back."""
     with scene(dial_in=dial_in) as s:
         s.begin("0-5", "0-5")
         first, second = s.workers

@@ -26,7 +26,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    """Verdicts of this process begin anew, and end with the test."""
+    """Verdicts of this process begin again, and end with the test."""
     monkeypatch.setattr(TRUST, "memory", None)
     TRUST.forget()
     yield

@@ -1,8 +1,8 @@
 """The Triton kernels compile to machine code for real GPUs, which needs no GPU.
 
 What the interpreter accepts the compiler may refuse. The launches of ds4py run as they are, in a
-process of their own (Triton decides between compiler and interpreter when it is imported), but for
-the last step: the program is compiled and not started.
+process of their own (Triton decides between compiler and interpreter when it is imported), except
+for the last step: the program is compiled and not started.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """The Triton kernels against the decoders: on a GPU if there is one, else in Triton's interpreter.
 
 The interpreter runs the kernels' bodies on the CPU, program by program. It cuts results off where
-the device rounds them to bfloat16, and can not multiply bfloat16 matrices; those are the only
+the device rounds them to bfloat16, and cannot multiply bfloat16 matrices; those are the only
 differences that the tests allow for.
 """
 

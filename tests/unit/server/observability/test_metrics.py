@@ -87,7 +87,7 @@ def test_requests_and_tokens_are_counted(metrics):
 
 
 def test_histograms_are_cumulative_in_seconds(metrics):
-    name = "ds4_inter_token_seconds"  # two of 0.1 s, but for rounding
+    name = "ds4_inter_token_seconds"  # two of 0.1 s, except for rounding
     buckets = {le: value(metrics, f"{name}_bucket", le=le) for le in ("0.075", "0.15", "+Inf")}
     assert buckets == {"0.075": 0, "0.15": 2, "+Inf": 2}
     assert value(metrics, f"{name}_count") == 2

@@ -107,7 +107,7 @@ def test_a_vocabulary_without_an_unknown_token_is_refused() -> None:
 
 def test_what_only_the_library_objects_to_is_refused_too() -> None:
     with pytest.raises(ModelError, match="expected a sentencepiece vocabulary"):
-        spm(unknown_token_id=3)  # a byte token can not be the unknown token
+        spm(unknown_token_id=3)  # a byte token cannot be the unknown token
 
 
 @pytest.mark.parametrize("extra", ["<0x00>", "<0xZZ>", "nonsense"])

@@ -57,7 +57,7 @@ def test_deepseek_4_takes_user_defined_tokens_literally_in_plain_text() -> None:
 @BOTH
 @given(text=ANY_TEXT)
 def test_decoding_gives_the_text_back(tokenizer: Tokenizer, text: str) -> None:
-    # U+2581 is how SPM writes a space, so it can not survive there
+    # U+2581 is how SPM writes a space, so it cannot survive there
     text = text if tokenizer is BPE else text.replace("\u2581", "")
     ids = tokenizer.encode(text, special=False)
     assert tokenizer.decode(ids).decode() == text

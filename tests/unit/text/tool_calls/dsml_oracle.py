@@ -13,7 +13,7 @@ _BEGINNING = re.compile(f"<({'|'.join(STYLES)})tool_calls>")
 
 
 class OracleError(Exception):
-    """There is a block that can not be read, or that is not closed."""
+    """There is a block that cannot be read, or that is not closed."""
 
 
 def content_and_calls(answer: str) -> tuple[str, list[tuple[str, str]], str]:
