@@ -24,9 +24,8 @@ from typing import Final, TypeVar
 
 from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, PendingForward, SessionId
 from ds4py.errors import CapacityError, ClusterError, Ds4Error
-from ds4py.stage.batch_window import BatchWindow, stages_alike
 from ds4py.stage.mailbox import Mailbox
-from ds4py.stage.scheduler import MAX_BATCH, Scheduler, WorkKind
+from ds4py.stage.scheduler import MAX_BATCH, Scheduler, WorkKind, stages_alike
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,7 +33,6 @@ T = TypeVar("T")
 _QUEUE_DEPTH: Final = 256
 _CLOSING: Final = "this stage is shutting down"
 _LOOK_SECONDS: Final = 5e-4  # between two looks at a chunk that is computed: it takes much longer
-_SOON_SECONDS: Final = 1.0  # in which a session that decodes is here again
 
 
 def _nothing() -> None:
@@ -105,12 +103,11 @@ class DeviceThread:
         self._batch_size = MAX_BATCH if batching else 1
         self._queue: Mailbox[Item | None] = Mailbox()  # None ends the thread
         # touched on the device thread only, except for its length
-        self._scheduler: Scheduler[Item] = Scheduler()
-        self._window = BatchWindow(stages_alike(runner.card.n_layers, len(runner.layers)))
+        self._scheduler: Scheduler[Item] = Scheduler(
+            stages_alike(runner.card.n_layers, len(runner.layers))
+        )
         self._overlaps = runner.overlaps
         self._ahead: _StartedJob | None = None  # what was started and not yet delivered
-        self._decoded: set[SessionId] = set()  # sessions of the latest single tokens
-        self._decoded_at = 0.0
         self._lock = threading.Lock()  # nothing enters the queue behind the None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -234,11 +231,11 @@ class DeviceThread:
             item = self._queue.get()
             if item is None:
                 return False
-            if not len(self._queue) and self._window.target_batch <= 1:
+            if not len(self._queue) and self._scheduler.target_batch <= 1:
                 self._run_lone(item)
                 return True
             self._schedule(item)
-        if not self._take_in(self._window.max_wait):
+        if not self._take_in(self._scheduler.max_wait):
             return False
         self._run_scheduled()
         return True
@@ -246,7 +243,9 @@ class DeviceThread:
     def _run_behind(self, ahead: _StartedJob) -> bool:
         """Run a turn behind a chunk that was started, or deliver that; False at the end."""
         goes_on = self._await_more(ahead)
-        if goes_on and len(self._scheduler) and not self._others_decode(ahead.job.session):
+        # tokens of another session are to wait for one chunk only
+        alone = not self._scheduler.expects_decodes_beside(ahead.job.session, time.monotonic())
+        if goes_on and len(self._scheduler) and alone:
             self._run_scheduled()
         else:
             self._settle()
@@ -261,11 +260,6 @@ class DeviceThread:
                 if not self._take_one(_LOOK_SECONDS):
                     return False
         return False
-
-    def _others_decode(self, session: SessionId) -> bool:
-        """Whether tokens of another session may come now, which are to wait for one chunk only."""
-        lately = time.monotonic() - self._decoded_at < _SOON_SECONDS
-        return lately and not self._decoded <= {session}
 
     def _run_lone(self, item: Item) -> None:
         """Run what waits alone, as all do that one session sends: nothing is to be chosen."""
@@ -297,8 +291,7 @@ class DeviceThread:
 
     def _time_to_wait(self, deadline: float) -> float:
         """Return the seconds that what waits may wait for company."""
-        enough = len(self._scheduler) >= self._window.target_batch or self._batch_size == 1
-        if enough or not self._scheduler.only_decodes:
+        if self._batch_size == 1 or not self._scheduler.wants_more:
             return 0.0
         return max(0.0, deadline - time.monotonic())
 
@@ -318,9 +311,8 @@ class DeviceThread:
         self._settle()
         began = time.monotonic()
         self._run_batch(batch)
-        now, sessions = time.monotonic(), {job.session for job in batch}
-        self._window.ran(sessions, now - began)
-        self._decoded, self._decoded_at = sessions, now
+        now = time.monotonic()
+        self._scheduler.decoded({job.session for job in batch}, now - began, now)
 
     def _run_chunk(self, chunk: DeviceJob) -> None:
         if not self._overlaps:

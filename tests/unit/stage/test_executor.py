@@ -10,8 +10,8 @@ import pytest
 
 from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, OutputKind, SessionId
 from ds4py.errors import CapacityError, ClusterError, Ds4Error, ModelError
-from ds4py.stage import batch_window as gather_module
 from ds4py.stage import executor as device_module
+from ds4py.stage import scheduler as scheduler_module
 from ds4py.stage.executor import DeviceJob, DeviceThread
 from tests.clusters import span, wait_until
 from tests.fake_runner import FakeRunner
@@ -96,8 +96,8 @@ def test_without_batching_each_token_runs_alone_and_still_before_the_next_chunk(
 
 @pytest.mark.parametrize("batching", [True, False])
 def test_a_token_waits_a_moment_for_those_that_came_with_it_before(batching, monkeypatch) -> None:
-    monkeypatch.setattr(gather_module, "MAX_SECONDS", 20.0)
-    monkeypatch.setattr(gather_module, "_PART_OF_BATCH", 1e9)
+    monkeypatch.setattr(scheduler_module, "MAX_WAIT_SECONDS", 20.0)
+    monkeypatch.setattr(scheduler_module, "_WAIT_PART_OF_BATCH", 1e9)
     with gated(batching=batching) as (device, gate):
         together = [Job(1), Job(2)]
         for job in together:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.stage.scheduler import ScheduledBatch, Scheduler, WorkKind
+from ds4py.stage.scheduler import (
+    MAX_WAIT_SECONDS,
+    ScheduledBatch,
+    Scheduler,
+    WorkKind,
+    stages_alike,
+)
 
 CALL, SINGLE, CHUNK = WorkKind.CONTROL, WorkKind.DECODE, WorkKind.PREFILL
 
@@ -30,7 +37,7 @@ class Play:
     """Lets items arrive and turns run; remembers both."""
 
     def __init__(self, max_batch: int = 32):
-        self.scheduler: Scheduler[Item] = Scheduler(max_batch)
+        self.scheduler: Scheduler[Item] = Scheduler(max_batch=max_batch)
         self.waiting: list[Item] = []
         self.done: list[ScheduledBatch[Item]] = []
         self._n = 0
@@ -210,3 +217,63 @@ def test_draining_takes_all_in_the_order_of_arrival(events) -> None:
     assert [item.number for item in p.scheduler.drain()] == [item.number for item in p.waiting]
     assert len(p.scheduler) == 0
     assert p.scheduler.next() is None
+
+
+# --- the target of a batch
+
+
+@pytest.mark.parametrize(
+    ("n_sessions", "n_stages", "wanted"),
+    [(1, 1, 1), (1, 3, 1), (2, 2, 1), (3, 2, 2), (8, 2, 4), (8, 1, 8), (8, 3, 3), (0, 2, 0)],
+)
+def test_each_stage_hopes_for_its_share_of_the_sessions(n_sessions, n_stages, wanted) -> None:
+    scheduler: Scheduler[int] = Scheduler(n_stages)
+    for _ in range(3):
+        scheduler.decoded(range(n_sessions), 0.1, 0.0)
+    assert scheduler.target_batch == wanted
+
+
+def test_sessions_that_have_ended_are_soon_not_hoped_for() -> None:
+    scheduler: Scheduler[int] = Scheduler()
+    scheduler.decoded(range(8), 0.1, 0.0)
+    for _ in range(32):
+        scheduler.decoded([3], 0.1, 0.0)
+    assert scheduler.target_batch == 1
+
+
+@given(st.floats(0, 10))
+def test_the_wait_is_short_beside_a_batch(seconds) -> None:
+    scheduler: Scheduler[int] = Scheduler(2)
+    assert scheduler.max_wait == 0  # nothing is known
+    scheduler.decoded([1], seconds, 0.0)
+    assert scheduler.max_wait <= min(MAX_WAIT_SECONDS, seconds / 4)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "n_own", "n_stages"), [(30, 30, 1), (30, 15, 2), (43, 14, 3), (6, 5, 1), (2, 9, 1)]
+)
+def test_the_own_layers_tell_how_many_stages_there_are(n_layers, n_own, n_stages) -> None:
+    assert stages_alike(n_layers, n_own) == n_stages
+
+
+def test_tokens_wait_for_their_target_unless_something_else_could_run() -> None:
+    scheduler: Scheduler[int] = Scheduler()
+    scheduler.decoded(range(3), 0.1, now=5.0)
+    scheduler.add(0, WorkKind.DECODE, 0)
+    assert scheduler.wants_more
+    scheduler.add(9, WorkKind.PREFILL, 1)
+    assert not scheduler.wants_more
+    scheduler.next()
+    scheduler.next()
+    for session in range(3):
+        scheduler.add(session, WorkKind.DECODE, session)
+    assert not scheduler.wants_more
+
+
+def test_others_are_expected_for_a_second_after_they_decoded() -> None:
+    scheduler: Scheduler[int] = Scheduler()
+    assert not scheduler.expects_decodes_beside(1, 0.0)
+    scheduler.decoded({1}, 0.1, now=5.0)
+    assert not scheduler.expects_decodes_beside(1, 5.5)
+    assert scheduler.expects_decodes_beside(2, 5.5)
+    assert not scheduler.expects_decodes_beside(2, 6.5)
