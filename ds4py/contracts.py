@@ -26,7 +26,7 @@ NO_ROOM: Final = "KV cache: "
 """How the words of a `CapacityError` begin that goes away when sessions end.
 
 Between ds4py stages the words are all that a RESULT carries of an error, so anyone who wants to
-know whether making room may help looks at this (docs/architecture.md section 5).
+know whether making room may help looks at this (docs/design/kv-cache.md).
 """
 
 Progress = Callable[[int, int], None]

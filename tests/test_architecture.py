@@ -1,6 +1,6 @@
 """The house rules: who imports whom, which library lives where, how big things may be.
 
-The table of docs/architecture.md section 2 is read from that document and checked over the syntax
+The table of docs/design/overview.md is read from that document and checked over the syntax
 tree of every module, so the document and the code cannot drift apart.
 """
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(
     (ROOT / "ds4py").rglob("*.py"), key=lambda path: str(path.relative_to(ROOT / "ds4py"))
 )
-DOCUMENT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "design" / "overview.md").read_text(encoding="utf-8")
 
 FREE = {"__init__", "__main__"}  # the version, and the door that only calls `cli`
 LIBRARIES = {
@@ -237,3 +237,45 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             assert node.end_lineno is not None
             size = node.end_lineno - node.lineno + 1
             assert size <= 70, f"{ids(path)}:{node.lineno} {node.name} has {size} lines"
+
+
+# --- the pages about the design ------------------------------------------------------------------
+
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", DESIGN, ids=ids)
+def test_pages_about_the_design_can_be_read_in_a_terminal(path: Path) -> None:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        assert len(line) < 120, f"{ids(path)}:{number} has {len(line)} columns"
+
+
+@pytest.mark.parametrize("path", DESIGN, ids=ids)
+def test_pages_about_the_design_name_files_that_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.py)`", text))
+    roots = [ROOT, ROOT / "ds4py", ROOT / "ds4py" / "coordinator", ROOT / "ds4py" / "server"]
+    gone = {name for name in named if not any((root / name).is_file() for root in roots)}
+    assert not gone
+
+
+def made_locks(path: Path) -> Iterator[str]:
+    """Names to which a module gives a lock, a condition or a semaphore."""
+    kinds = ("Lock", "RLock", "Condition", "Semaphore")
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            made = ast.unparse(node.value)
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if re.search(rf"(threading|asyncio)\.({'|'.join(kinds)})\b", made):
+                yield ast.unparse(target).removeprefix("self.")
+
+
+def test_the_table_of_locks_is_the_codes() -> None:
+    text = (ROOT / "docs" / "design" / "threads.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `([\w/]+\.py)` `(\w+)` \|", text, re.MULTILINE))
+    made = {
+        (str(path.relative_to(ROOT / "ds4py")), name)
+        for path in MODULES
+        for name in made_locks(path)
+    }
+    assert told == made

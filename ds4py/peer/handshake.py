@@ -1,6 +1,6 @@
 """Ask whether the other side is a ds4py too, and remember when it is not.
 
-Owns: the dialling side of the extension handshake (docs/architecture.md section 5). Refuses to
+Owns: the dialling side of the extension handshake (docs/design/protocol-extensions.md). Refuses to
 know: who dials whom, what follows. Invariant: a peer that was found to be plain is asked again
 after a while, since it may have been replaced.
 """

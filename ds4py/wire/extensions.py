@@ -1,4 +1,4 @@
-"""Frames that only ds4py peers speak: types from 256 up (docs/architecture.md section 5).
+"""Frames that only ds4py peers speak: types from 256 up (docs/design/protocol-extensions.md).
 
 Owns: the extension HELLO, the notices that may follow it, their bounds, the names of features.
 Refuses to know: what a feature does, how a plain peer is told from ours. Invariant: every field of

@@ -111,7 +111,7 @@ ALLOWED: Final = (
         live="",
         what="a worker that dials offers extensions first; turned away in silence, as by a C "
         "program, it comes back at once with the recorded protocol",
-        spec="1.3, 2.1 H-TYPE; docs/architecture.md section 5",
+        spec="1.3, 2.1 H-TYPE; docs/design/protocol-extensions.md",
     ),
     Allowed(
         scenario="kv_mismatch_3hop",

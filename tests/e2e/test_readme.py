@@ -27,7 +27,7 @@ TEXTS = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("docs/*/*.md")),
 ]
-FOR_USERS = [path for path in TEXTS if path.parent.name != "spec" and path.stem != "architecture"]
+FOR_USERS = [path for path in TEXTS if path.parent.name not in {"spec", "design"}]
 
 
 def commands() -> list[list[str]]:

@@ -1,8 +1,8 @@
 """Keep one connection from the coordinator to a worker that the user named.
 
 Owns: dialling, the extension handshake and its plain fallback, dialling again for ever
-(docs/architecture.md section 5). Refuses to know: routes. Invariant: whatever the worker does, the
-next attempt comes; a reason is logged once, not each second.
+(docs/design/protocol-extensions.md). Refuses to know: routes. Invariant: whatever the worker does,
+the next attempt comes; a reason is logged once, not each second.
 """
 
 from __future__ import annotations

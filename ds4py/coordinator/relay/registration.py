@@ -1,8 +1,8 @@
 """The coordinator's door for workers that dial it.
 
 Owns: the wait for their first frame, both forms of introduction, who is let in (spec 2.1 and
-docs/architecture.md section 5). Refuses to know: routes, what a worker does afterwards. Invariant:
-to be let in, a worker of the stock protocol hears nothing at all.
+docs/design/protocol-extensions.md). Refuses to know: routes, what a worker does afterwards.
+Invariant: to be let in, a worker of the stock protocol hears nothing at all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a coordinator makes of a worker's half of the extension handshake.
 
-Owns: whether it is refused, and the record of a worker that is not (docs/architecture.md section
-5). Refuses to know: who dials whom, what follows. Invariant: no record is made of a worker that was
-refused.
+Owns: whether it is refused, and the record of a worker that is not
+(docs/design/protocol-extensions.md). Refuses to know: who dials whom, what follows. Invariant: no
+record is made of a worker that was refused.
 """
 
 from __future__ import annotations
