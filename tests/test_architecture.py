@@ -211,6 +211,38 @@ def test_only_one_module_asks_a_tensor_for_its_address(path: Path) -> None:
     assert not asked or ids(path) == THE_DOOR, f"{ids(path)}:{min(asked)} takes an address"
 
 
+def modules_that(path: Path) -> set[str]:
+    """Modules of ds4py that a module imports, for type checkers too."""
+    names = {_module(other) for other in MODULES}
+    found = {name for name, _ in imported(tree(path))}
+    return {
+        next(part for part in (name, name.rpartition(".")[0], "") if part in names or not part)
+        for name in found
+        if name.startswith("ds4py.")
+    } - {"", _module(path)}
+
+
+def _module(path: Path) -> str:
+    dotted = str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+    return dotted.removesuffix(".__init__")
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """Neither at run time nor for types; the package's own door names its users for types only."""
+    graph = {_module(path): modules_that(path) for path in MODULES if _module(path) != "ds4py"}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
 def must_say(path: Path) -> bool:
     name = str(path.relative_to(ROOT / "ds4py")).removesuffix(".py")
     return path.stem not in FREE and name not in LEAVES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ import torch
 from ds4py.config import EngineConfig
 from ds4py.contracts import CacheForm, ModelCard, PlainForm, SavedForm, SessionId
 from ds4py.errors import SnapshotError
+from ds4py.kernels.cache import CacheTensor
+from ds4py.layer_range import LayerRange
 from ds4py.models.base import SavedLayer, SavedRows
 from ds4py.snapshot import (
     KV_KINDS,
@@ -31,9 +33,6 @@ from ds4py.snapshot import (
     SavedSizes,
     Shard,
 )
-
-if TYPE_CHECKING:
-    from ds4py.engine.runner import LocalRunner
 
 _KINDS: Final = {
     torch.float32: KV_KINDS["f32"],
@@ -73,6 +72,36 @@ def saved_sizes(card: ModelCard) -> SavedSizes:
     )
 
 
+class CachingRunner(Protocol):
+    """What of a `LocalRunner` saving and loading need."""
+
+    capacities: Capacities | None
+
+    @property
+    def card(self) -> ModelCard:
+        """Identity of the whole model."""
+
+    @property
+    def layers(self) -> LayerRange:
+        """The owned layers."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one session can hold."""
+
+    @property
+    def cache_layout(self) -> Sequence[CacheTensor]:
+        """One session's cache."""
+
+    def export_cache(self, session: SessionId) -> tuple[int, list[torch.Tensor]]:
+        """Return a session's length and cache in the portable form."""
+
+    def import_cache(
+        self, session: SessionId, n_tokens: int, saved: Sequence[torch.Tensor]
+    ) -> None:
+        """Replace a session's cache by a saved one, or begin a session with it."""
+
+
 def capacities(config: EngineConfig, card: ModelCard, n_ctx: int) -> Capacities | None:
     """Return what saved sessions name of this process; None if their form names nothing."""
     if not isinstance(card.cache_form, CacheForm):
@@ -81,7 +110,7 @@ def capacities(config: EngineConfig, card: ModelCard, n_ctx: int) -> Capacities 
     return Capacities.of(n_ctx, window, prefill_cap=config.prefill_cap, raw_cap=config.raw_cap)
 
 
-def save_shard(runner: LocalRunner, session: SessionId) -> SavedShard:
+def save_shard(runner: CachingRunner, session: SessionId) -> SavedShard:
     """Return a copy of a session's cache; must be called on the runner's thread.
 
     Raises:
@@ -107,7 +136,7 @@ def save_shard(runner: LocalRunner, session: SessionId) -> SavedShard:
     )
 
 
-def load_shard(runner: LocalRunner, session: SessionId, shard: SavedShard) -> None:
+def load_shard(runner: CachingRunner, session: SessionId, shard: SavedShard) -> None:
     """Replace a session's cache, or begin a session with it; must be called on the runner's thread.
 
     Raises:
@@ -142,7 +171,7 @@ def _tensor(array: npt.NDArray[Any], held: torch.dtype) -> torch.Tensor:
     return tensor.view(held) if tensor.dtype is _BITS else tensor
 
 
-def _check(runner: LocalRunner, shard: SavedShard) -> None:
+def _check(runner: CachingRunner, shard: SavedShard) -> None:
     if shard.sizes != (sizes := saved_sizes(runner.card)):
         raise SnapshotError(f"saved cache: of {shard.sizes}, expected {sizes}")
     if shard.layer_range.indices != runner.layers.indices:

@@ -12,28 +12,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
-from ds4py.config import Address, SocketConfig, WorkerTuning
+from ds4py.config import Address
 from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, SessionId
 from ds4py.errors import (
     CancelledError,
-    CapacityError,
     ClusterError,
     Ds4Error,
     RemoteProtocolError,
     TransportError,
 )
-from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.liveness import Heartbeat, agreed_timeout
-from ds4py.peer.validation import AcceptedWork, WorkerFacts, check_work
-from ds4py.stage.aborts import AbortedRequests
-from ds4py.stage.executor import DeviceJob, DeviceThread
+from ds4py.peer.validation import AcceptedWork, check_work
+from ds4py.stage.executor import DeviceJob
 from ds4py.stage.scheduler import MAX_BATCH
-from ds4py.stage.session_table import AdmissionRequest, CachedSession, SessionTable
-from ds4py.tracing.events import TraceRecorder
+from ds4py.stage.session_table import AdmissionRequest, CachedSession
 from ds4py.transport.connection import Connection
 from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
@@ -59,96 +55,18 @@ from ds4py.wire.messages import (
 )
 from ds4py.wire.work_messages import RESET_SESSION, RelayedResult
 from ds4py.worker.credits import Credits
-from ds4py.worker.forwarder import DialHop, Forwarder, Forwarders, Outcome
-from ds4py.worker.kv_transfer import MAX_TRANSFERS, ShardService
+from ds4py.worker.forwarder import Forwarder, Forwarders, Outcome
+from ds4py.worker.kv_transfer import ShardService
 from ds4py.worker.profile import profile_stage
 from ds4py.worker.result_frames import final_result, output_kind_of, telemetry_of
+from ds4py.worker.stage import Stage
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _RESULT_DEPTH: Final = 64
 _DRAIN_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
 _DIAL_SECONDS: Final = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """What all connections of one worker share.
-
-    Args:
-        facts: The slice, for checking spans.
-        device: The one device.
-        session_table: Sessions; touched on the device thread only, except for `disown`.
-        tuning: Queues.
-        sockets: Socket options.
-        hello: The answer to another ds4py's handshake.
-        dial: Connects to a next hop.
-        hop_lost: Closes every connection of the worker to a next hop.
-        aborted: Spans that need not be evaluated.
-        known_peers: Of the whole worker.
-        transfers: Shards that may be in memory.
-        trace: Where single spans leave their times; None keeps none.
-    """
-
-    facts: WorkerFacts
-    device: DeviceThread
-    session_table: SessionTable
-    tuning: WorkerTuning
-    sockets: SocketConfig
-    hello: PeerHello
-    dial: DialHop
-    hop_lost: Callable[[Address], None]
-    aborted: AbortedRequests
-    known_peers: PeerIdentityLog
-    transfers: threading.Semaphore = field(
-        default_factory=lambda: threading.Semaphore(MAX_TRANSFERS)
-    )
-    trace: TraceRecorder | None = None
-
-    def drop(self, session: SessionId) -> None:
-        """Free a session's caches once what waits of it for the device is done."""
-
-        def free(runner: ModelRunner) -> None:
-            self.session_table.forget(session)
-            runner.drop(session)
-
-        self.device.post(free, session=session)
-
-    def with_room(self, step: Callable[[], T], spare: Collection[SessionId]) -> T:
-        """Do what takes cache memory, on the device thread, giving up orphans while it is short.
-
-        Args:
-            step: Changes nothing when it fails.
-            spare: Sessions that it is about.
-
-        Raises:
-            CapacityError: There is too little even without the sessions of closed connections.
-        """
-        while True:
-            try:
-                return step()
-            except CapacityError:
-                unowned = self.session_table.evict(spare)
-                if unowned is None:
-                    raise
-                self.device.runner.drop(unowned)
-
-    def copy_prefix(self, fork: Fork, owner: Hashable) -> None:
-        """Let a session begin as another one did, on the device thread.
-
-        Raises:
-            PrefixMismatchError: The other one does not hold these tokens.
-            CapacityError: There is no room.
-        """
-        source, target = SessionId(fork.session_from), SessionId(fork.session_to)
-        runner, spare = self.device.runner, (source, target)
-        tokens = self.session_table.prefix(source, fork.n_tokens, fork.prefix_hash)
-        for gone in self.session_table.reserve_slot(target, spare):
-            runner.drop(gone)
-        self.with_room(lambda: runner.fork(source, target, fork.n_tokens), spare)
-        self.session_table.insert(target, tokens, fork.prefix_hash, owner)
 
 
 @dataclass(slots=True)

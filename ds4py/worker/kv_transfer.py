@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ds4py.contracts import ModelRunner, SessionId
 from ds4py.errors import (
@@ -53,14 +53,10 @@ from ds4py.wire.messages import (
     encode_chunks,
 )
 from ds4py.wire.prefix_hash import prefix_hash
-
-if TYPE_CHECKING:
-    from ds4py.worker.connection import Stage
+from ds4py.worker.stage import MAX_TRANSFERS, Stage
 
 log = logging.getLogger(__name__)
 
-MAX_TRANSFERS: Final = 4
-"""Shards that a worker holds in memory at once, over all connections."""
 
 _DEVICE_SECONDS: Final = 600.0
 _POLL_SECONDS: Final = 0.5

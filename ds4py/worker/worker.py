@@ -30,8 +30,9 @@ from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import coordinator_limits, plain_limits, worker_limits
 from ds4py.wire.messages import ErrorText
-from ds4py.worker.connection import DataConnection, Stage
+from ds4py.worker.connection import DataConnection
 from ds4py.worker.registration import CoordinatorClient, WorkerIdentity
+from ds4py.worker.stage import Stage
 
 log = logging.getLogger(__name__)
 
