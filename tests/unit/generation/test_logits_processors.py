@@ -65,8 +65,8 @@ def test_without_controls_it_is_the_sampler(
 
 def test_a_bias_moves_single_tokens() -> None:
     logits = row(0, 3, 2, 1)
-    assert chosen(steered(adjust=LogitBias(bias={1: -100, 9: 100})), logits, 1) == [2]
-    assert chosen(steered(adjust=LogitBias(bias={0: 100, 3: 1.5})), logits, 1) == [0]
+    assert chosen(steered(logit_bias=LogitBias(bias={1: -100, 9: 100})), logits, 1) == [2]
+    assert chosen(steered(logit_bias=LogitBias(bias={0: 100, 3: 1.5})), logits, 1) == [0]
 
 
 @given(st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 2**32))
@@ -74,7 +74,7 @@ def test_penalties_are_those_of_the_openai_api(
     presence: float, frequency: float, seed: int
 ) -> None:
     logit_bias = LogitBias(bias={2: 0.5}, presence_penalty=presence, frequency_penalty=frequency)
-    sampler = steered(adjust=logit_bias)
+    sampler = steered(logit_bias=logit_bias)
     rng = np.random.default_rng(seed)
     seen: Counter[int] = Counter()
     for _ in range(12):
@@ -143,7 +143,7 @@ def test_forced_tokens_come_in_order_before_anything_else_is_asked() -> None:
 def test_log_probabilities_are_of_the_model_itself() -> None:
     constraint = SOURCE.compile(GrammarKind.CHOICE, '["b"]')
     constraint.start()
-    sampler = steered(constraint=constraint, adjust=LogitBias(bias={97: 50}), n_logprobs=2)
+    sampler = steered(constraint=constraint, logit_bias=LogitBias(bias={97: 50}), n_logprobs=2)
     logits = np.zeros(N_VOCAB, np.float32)
     logits[97] = 5
     choice = sampler.choose(logits)
@@ -209,5 +209,7 @@ def test_a_forced_token_that_the_grammar_forbids_is_an_error() -> None:
 
 
 def test_a_banned_token_is_still_taken_where_the_grammar_leaves_no_other() -> None:
-    sampler = constrained('{"const": 1}', GREEDY, adjust=LogitBias(bias={ord("1"): -100, EOS: 100}))
+    sampler = constrained(
+        '{"const": 1}', GREEDY, logit_bias=LogitBias(bias={ord("1"): -100, EOS: 100})
+    )
     assert sampler.choose(np.zeros(N_VOCAB, np.float32)).id == ord("1")
