@@ -4,10 +4,10 @@ Owns: items on their way from any thread to any thread. Refuses to know: what th
 every item is got once, in the order of putting; a wait ends within its timeout, however busy the
 machine is.
 
-Why not the standard library's: `queue.SimpleQueue.get` of CPython 3.11 and 3.12 waits for ever if
-its timeout passes between two looks at the queue, as the time that is left is then negative.
-`queue.Queue` is right, but a hand-off from thread to thread costs it some 4 us more, and a token
-makes about three of them on its way through a stage.
+Why not the standard library's: `queue.SimpleQueue.get` of CPython 3.11 (seen with 3.11.7) waits for
+ever if its timeout passes between two looks at the queue, as the time that is left is then
+negative. `queue.Queue` is right, but a hand-off from thread to thread costs it some 4 us more, and
+a token makes about three of them on its way through a stage.
 """
 
 from __future__ import annotations
