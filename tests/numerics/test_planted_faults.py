@@ -57,7 +57,7 @@ def slices_of_columns(self, heads: torch.Tensor) -> torch.Tensor:
 
 
 def trusting(self, tensor, dtype, name, device=torch.device("cpu")):  # noqa: B008
-    """`Buffer.__init__` without its check."""
+    """`KernelBuffer.__init__` without its check."""
     self.tensor, self.dtype, self.shape = tensor, dtype, tuple(tensor.shape)
     self.address, self.row_bytes = tensor.data_ptr(), tensor[0].numel() * tensor.itemsize
 
