@@ -57,8 +57,9 @@ def set_options(sock: socket.socket, config: SocketConfig) -> None:
 
 
 def set_timeout(sock: socket.socket, option: int, seconds: float | None) -> None:
-    """Bound one direction of a blocking socket; None waits for ever."""
-    whole, part = divmod(seconds or 0.0, 1.0)
+    """Bound one direction of a blocking socket, by 1 us at least; None waits for ever."""
+    # in the system's form two zeros mean no bound at all
+    whole, part = (0.0, 0.0) if seconds is None else divmod(max(seconds, 1e-6), 1.0)
     try:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(part * 1e6)))
     except OSError as e:
