@@ -355,8 +355,9 @@ class Slice:
         self._head = head
         self._scratch: dict[int, Scratch] = {}
         if layers and (fused := layers[0].fused) is not None:
-            fused.prepare(kv.dtype)
-            if not trusts_steps(fused.heads, kv.dtype):
+            if trusts_steps(fused.heads, kv.dtype):
+                fused.prepare(kv.dtype)
+            else:
                 for layer in layers:
                     layer.fused = None
 

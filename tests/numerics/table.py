@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from tests.numerics.measure import Found, files_of, measure
+from tests.numerics.measure import WRONG, Found, files_of, measure
 from tests.numerics.modes import MODES, SIZES, Mode, choices, defaults, row_of
 
 TABLE: Final = Path(__file__).parents[2] / "docs" / "numerics.md"
@@ -59,7 +59,7 @@ def render(found: Mapping[str, Found] | None) -> str:
     """Return the document; without results, with gaps in their places."""
     rows = [_row(mode, None if found is None else found[mode.name]) for mode in MODES]
     files = "; ".join(f"{mode.name}: {', '.join(files_of(mode))}" for mode in MODES)
-    head = _INTRODUCTION.format(sizes=_sizes(), wrong="0.35")
+    head = _INTRODUCTION.format(sizes=_sizes(), wrong=WRONG)
     return head + "".join(rows) + _END.format(files=files, torch=torch.__version__.split("+")[0])
 
 

@@ -144,6 +144,23 @@ def test_a_model_serves_without_a_kernel_that_differs(tmp_path, monkeypatch, cap
     assert sum("is left out" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_model_serves_where_a_kernel_cannot_be_compiled(tmp_path, monkeypatch, caplog):
+    path = toy_llama(tmp_path / "m.gguf", n_layers=2, quant="Q4_1")
+    exact = answer(path)
+    TRUST.forget()
+    TRUST.memory = None
+
+    def refuse(*args):
+        raise RuntimeError("LLVM ERROR: no such instruction")
+
+    monkeypatch.setattr(fused, "_attend", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    for _ in range(2):  # found out, then remembered
+        got = answer(path)
+        assert np.abs(got - exact).max() < 0.02 * np.ptp(exact)
+    assert "is left out" in caplog.text
+
+
 def test_the_cache_folder_follows_the_xdg_specification():
     assert cache_folder({"XDG_CACHE_HOME": "/x", "HOME": "/h"}) == Path("/x/ds4py")
     assert cache_folder({"HOME": "/h"}) == Path("/h/.cache/ds4py")
