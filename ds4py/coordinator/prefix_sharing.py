@@ -2,8 +2,7 @@
 
 Owns: how long a common prefix is, when copying it pays, the order of the copies. Refuses to know:
 timelines, replay, who else has sessions. Invariant: nothing is copied unless it is known to stand
-for the wanted tokens: on a hop by their prefix hash, here by looking at the other session on the
-device thread, which all that overwrites its rows must pass after its timeline was cut.
+for the wanted tokens: every stage, our own one too, compares their prefix hash.
 
 A stage that cannot copy does nothing. Then it refuses the span that comes next, and the session is
 evaluated from its start.
@@ -11,14 +10,14 @@ evaluated from its start.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from ds4py.contracts import ModelRunner, SessionId
+from ds4py.contracts import SessionId
 from ds4py.coordinator.relay.route import Route
 from ds4py.errors import CapacityError, ModelError, PrefixMismatchError
-from ds4py.stage.executor import DeviceThread
+from ds4py.stage.executor import wait_for
+from ds4py.stage.stage import Stage
 from ds4py.wire.extensions import FORK, Fork
 from ds4py.wire.prefix_hash import prefix_hash
 
@@ -49,9 +48,6 @@ class PrefixSource(Protocol):
 
     def shares(self, wanted: Sequence[int], route: Route) -> int:
         """Return how many leading tokens of a prompt the stages of a route hold for it."""
-
-    def holds(self, prefix: Sequence[int]) -> bool:
-        """Whether these are its first tokens."""
 
 
 class PrefixSharing:
@@ -88,25 +84,17 @@ class PrefixSharing:
         if source is None or n_shared - n_held < MIN_SAVED:
             return 0
         prefix = wanted[:n_shared]
-        if route.local is not None and not self._copy_own(route.local, source, prefix):
-            return 0
         fork = Fork(source.session_id, self._session, n_shared, prefix_hash(prefix))
+        if route.local is not None and not self._copy_own(route.local, source.session_id, fork):
+            return 0
         route.tell(route.hops, FORK, fork)
         return n_shared
 
-    def _copy_own(self, local: DeviceThread, source: PrefixSource, prefix: Sequence[int]) -> bool:
+    def _copy_own(self, local: Stage, source: SessionId, fork: Fork) -> bool:
         """Copy the cache of the coordinator's own layers; False if that was not possible."""
-        given_up = threading.Event()
-
-        def copy(runner: ModelRunner) -> None:
-            if given_up.is_set() or not source.holds(prefix):
-                raise PrefixMismatchError("the other session does not hold these tokens any more")
-            runner.fork(source.session_id, self._session, len(prefix))
-
+        copy = local.copy_prefix(source, self._session, fork.n_tokens, fork.prefix_hash)
         try:
-            local.call(copy, timeout=self._timeout, session=self._session)
+            wait_for(copy, self._timeout)
         except (PrefixMismatchError, CapacityError, ModelError):
             return False
-        finally:
-            given_up.set()
         return True

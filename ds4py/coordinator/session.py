@@ -165,13 +165,6 @@ class ClusterSession:
         """
         return common_prefix(self._tokens[:], wanted) if self._held_on == route.hops else 0
 
-    def holds(self, prefix: Sequence[int]) -> bool:
-        """Whether these are its first tokens; on any thread.
-
-        Rows of own layers are overwritten only after their tokens were taken from the timeline.
-        """
-        return self._tokens[: len(prefix)] == list(prefix)
-
     def reusable(self, tokens: Sequence[int]) -> int:
         """Return how many leading tokens need no evaluation; see `contracts.Session.reusable`."""
         held = self._tokens[:]

@@ -20,9 +20,7 @@ from ds4py.errors import Ds4Error
 from ds4py.peer.hello import plain_hello, worker_hello
 from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.validation import WorkerFacts
-from ds4py.stage.aborts import AbortedRequests
-from ds4py.stage.executor import DeviceThread
-from ds4py.stage.session_table import SessionTable
+from ds4py.stage.stage import Stage
 from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener, connect
@@ -31,8 +29,8 @@ from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import coordinator_limits, plain_limits, worker_limits
 from ds4py.wire.messages import ErrorText
 from ds4py.worker.connection import DataConnection
+from ds4py.worker.context import WorkerContext
 from ds4py.worker.registration import CoordinatorClient, WorkerIdentity
-from ds4py.worker.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -90,16 +88,15 @@ class Worker:
         self._sockets = sockets
         self._runner = runner
         self._listener = listener or data_listener(config, sockets)
-        self._stage = Stage(
+        self.stage = Stage(runner, batching=config.tuning.batching)
+        self._context = WorkerContext(
+            stage=self.stage,
             facts=worker_facts(runner),
-            device=DeviceThread(runner, batching=config.tuning.batching),
-            session_table=SessionTable(runner.n_slots, can_rewind=runner.can_rewind),
             tuning=config.tuning,
             sockets=sockets,
             hello=worker_hello(runner, self.address.port, config),
             dial=self._dial_next_hop,
             hop_lost=self._forget_hop,
-            aborted=AbortedRequests(),
             known_peers=PeerIdentityLog(runner.card),
             trace=trace,
         )
@@ -122,7 +119,7 @@ class Worker:
         self._spawn(self._accept, "accept")
         if self._config.coordinator is not None:
             self._spawn(self._control, "control")
-        log.info("layers %s, listening on %s", self._stage.facts.layers, self.address)
+        log.info("layers %s, listening on %s", self._context.facts.layers, self.address)
 
     def wait(self) -> None:
         """Block until the worker is closed from another thread or by a signal."""
@@ -139,7 +136,7 @@ class Worker:
             upstreams = list(self._upstreams)
         for upstream in upstreams:
             upstream.close()
-        self._stage.device.close(timeout=_JOIN_SECONDS)
+        self.stage.close(timeout=_JOIN_SECONDS)
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:  # after these, no further connection comes
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -195,7 +192,7 @@ class Worker:
         peer: PeerHello | None = None,
     ) -> str | None:
         """Serve one connection to its end; return the peer's parting ERROR text, if any."""
-        upstream = DataConnection(connection, self._stage, name, conversation, peer)
+        upstream = DataConnection(connection, self._context, name, conversation, peer)
         with self._lock:
             self._upstreams.add(upstream)
         try:
@@ -224,7 +221,7 @@ class Worker:
     def _client(self, address: Address) -> CoordinatorClient:
         identity = WorkerIdentity(
             plain=plain_hello(self._runner, self.address.port),
-            extended=None if self._config.plain else self._stage.hello,
+            extended=None if self._config.plain else self._context.hello,
             limits=self._limits,
         )
         return CoordinatorClient(address, identity, self._sockets, self._stopping.is_set)

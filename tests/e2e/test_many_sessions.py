@@ -240,7 +240,7 @@ def test_a_token_waits_for_one_more_chunk_at_most_at_each_stage(stage: int, n_pr
             cluster(["0-2", "3-5"], n_sessions=4, before=stages, chunk=2, window=6)
         )
         c.wait_ready()
-        device = c.workers[stage]._stage.device
+        device = c.workers[stage].stage.device
         decoding = stack.enter_context(c.backend.lease([1]))
         line = [1, 2, 3]
         decoding.sync(line)
@@ -290,7 +290,7 @@ def test_tokens_that_wait_together_are_one_batch_at_every_stage() -> None:
         wait_until(lambda: stages._held is not None, "the stage is to be held")
         long = Background(lambda: prompt.sync(PROMPT))
         holding.result()
-        device = c.workers[0]._stage.device
+        device = c.workers[0].stage.device
         calm = settled(lambda: n_queued(device))
         asking = [Background(lambda s=s: s.eval(50)) for s in sessions]
         wait_until(lambda: n_queued(device) == calm + 3, "all three wait")
@@ -317,9 +317,9 @@ def test_sessions_fill_different_stages_at_the_same_time() -> None:
             second.sync([3, 4])
             asking = Background(lambda: first.eval(50))
             assert reached.wait(DEADLINE)
-            n_before = len(c.workers[0]._stage.device.runner.evaluated)  # type: ignore[attr-defined]
+            n_before = len(c.workers[0].stage.device.runner.evaluated)  # type: ignore[attr-defined]
             other = Background(lambda: second.eval(51))
-            runner = c.workers[0]._stage.device.runner
+            runner = c.workers[0].stage.device.runner
             wait_until(lambda: len(runner.evaluated) > n_before, "the first stage goes on")  # type: ignore[attr-defined]
             assert not asking.done
             held.set()
@@ -349,7 +349,7 @@ def test_all_sessions_go_on_exactly_after_the_loss_of_a_stage(lost: int) -> None
         wait_until(lambda: len(n_done) > 8, "several decode")
         old = c.workers[lost]
         old.close()
-        c.workers[lost] = start_worker(FakeRunner(old._stage.facts.layers), listen=old.address)
+        c.workers[lost] = start_worker(FakeRunner(old._context.facts.layers), listen=old.address)
         for call in running:
             call.result()
 

@@ -40,7 +40,8 @@ from ds4py.errors import (
 from ds4py.peer.hello import coordinator_hello
 from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.validation import CoordinatorFacts
-from ds4py.stage.executor import DeviceThread
+from ds4py.stage.executor import wait_for
+from ds4py.stage.stage import Stage
 from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
 from ds4py.wire.extensions import DROP, HOP_LOST, REWIND, Drop, HopLost, Notice, PeerHello
@@ -78,7 +79,7 @@ class Coordinator:
         self._n_ctx = n_ctx
         self.config = config
         self.sockets = sockets
-        self.local = None if local is None else DeviceThread(local, batching=config.batching)
+        self.local = None if local is None else Stage(local, batching=config.batching)
         self._registry = Registry()
         self._links: dict[LinkId, Link] = {}
         # of each link, for when it leads to the first hop
@@ -125,7 +126,7 @@ class Coordinator:
             workers = self._registry.records
         self._tell(workers, DROP, Drop(session))
         if self.local is not None:
-            self.local.post(lambda runner: runner.drop(session), session=session)
+            self.local.end(session)
 
     @property
     def can_fork(self) -> bool:
@@ -201,7 +202,7 @@ class Coordinator:
         )
 
     def _demand(self) -> Demand:
-        local = None if self.local is None else self.local.runner.layers
+        local = None if self.local is None else self.local.layers
         local_head = self.local is not None and self.local.runner.has_head
         return Demand(local, self._card.n_layers, local_head)
 
@@ -212,8 +213,7 @@ class Coordinator:
     def _apply_head(self, hidden: HiddenBatch) -> F32:
         """Run the output head for a last hop that has none."""
         assert self.local is not None  # otherwise the route has no `apply_head`
-        timeout = self.config.result_timeout
-        return self.local.call(lambda runner: runner.apply_head(hidden), timeout=timeout)
+        return wait_for(self.local.apply_head(hidden), self.config.result_timeout)
 
     # --- what workers see --------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Coordinator:
 
     def introduce(self) -> PeerHello:
         """Return our half of the handshake with another ds4py."""
-        own = None if self.local is None else self.local.runner.layers
+        own = None if self.local is None else self.local.layers
         return coordinator_hello(self._card, self._n_ctx, own, self.config)
 
     def result_limits(self) -> dict[int, int]:

@@ -40,7 +40,8 @@ from ds4py.snapshot import (
     write_shard,
     write_whole,
 )
-from ds4py.stage.executor import DeviceThread
+from ds4py.stage.executor import wait_for
+from ds4py.stage.stage import Stage
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType, coordinator_limits
@@ -136,28 +137,24 @@ class Snapshots:
             Ds4Error: As in `save`.
         """
         if route.local is not None:
-            part = split(whole, route.local.runner.layers)
-            payload, n_tokens = memoryview(b"".join(write_shard(part))), len(transcript.tokens)
-            route.local.call(
-                lambda runner: runner.load_cache(self.session, n_tokens, payload),
-                timeout=self.device_seconds,
-                session=self.session,
+            part = split(whole, route.local.layers)
+            payload = memoryview(b"".join(write_shard(part)))
+            taken = route.local.load(
+                self.session, transcript.tokens, transcript.token_hash, payload
             )
+            wait_for(taken, self.device_seconds)
         for hop in route.hops:
             self._push(route, hop, transcript, split(whole, hop.layers))
 
     def _sizes(self) -> SavedSizes:
         return saved_sizes(self.card)
 
-    def _copy(self, local: DeviceThread, transcript: Transcript) -> SavedShard:
-        """Ask our own slice for its shard."""
-        pieces = local.call(
-            lambda runner: runner.save_cache(self.session),
-            timeout=self.device_seconds,
-            session=self.session,
-        )
+    def _copy(self, local: Stage, transcript: Transcript) -> SavedShard:
+        """Ask our own layers for their shard."""
+        copy = local.save(self.session, len(transcript.tokens), transcript.token_hash)
+        pieces = wait_for(copy, self.device_seconds)
         payload = memoryview(b"".join(pieces))
-        return self._read(payload, local.runner.layers, transcript, "own layers")
+        return self._read(payload, local.layers, transcript, "own layers")
 
     def _read(
         self, payload: memoryview, layers: LayerRange, transcript: Transcript, stage: str

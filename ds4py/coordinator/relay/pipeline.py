@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -24,9 +25,7 @@ from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import (
     Cancelled,
     ForwardOutput,
-    ForwardRequest,
     ModelCard,
-    ModelRunner,
     OutputKind,
     SessionId,
 )
@@ -38,13 +37,14 @@ from ds4py.errors import (
     CancelledError,
     Ds4Error,
     PeerClosedError,
-    PrefixMismatchError,
     RemoteWorkError,
     TransportError,
     TransportTimeoutError,
 )
 from ds4py.peer.validation import Awaited, ExpectedResult, FailedResult, check_result
-from ds4py.stage.executor import DeviceThread
+from ds4py.stage.executor import wait_for
+from ds4py.stage.session_table import StageRequest
+from ds4py.stage.stage import Stage
 from ds4py.tracing.events import now_usec
 from ds4py.wire.extensions import CANCEL, Cancel
 from ds4py.wire.messages import Result, Work
@@ -80,11 +80,11 @@ class _LocalChunk(NamedTuple):
 
     Args:
         began: When, in microseconds.
-        wait: Waits for the output, for so many seconds at most.
+        output: What becomes of it.
     """
 
     began: int
-    wait: Callable[[float], ForwardOutput]
+    output: Future[ForwardOutput]
 
 
 class PipelinedRun:
@@ -125,7 +125,6 @@ class PipelinedRun:
         self._first_failed = len(chunks)
         self._ahead: _LocalChunk | None = None
         self._called_off = False
-        self._ended = False
         self._profile = profile_run(
             context.route.telemetry.trace,
             context.session,
@@ -154,7 +153,8 @@ class PipelinedRun:
             except TransportError as e:
                 raise self._loss(e) from e
             finally:
-                self._ended = True
+                if self._ahead is not None:  # nobody waits for it any more
+                    self._ahead.output.cancel()
         if self._profile is not None:
             self._profile.finished()
         return logits
@@ -275,8 +275,8 @@ class PipelinedRun:
         own = self._ahead or self._begin_locally(route.local, index)
         more = index + 1 < len(self._chunks) and self._may_run_ahead(route)
         self._ahead = self._begin_locally(route.local, index + 1) if more else None
-        output = own.wait(self._context.result_timeout)
-        chunk, layers = self._chunks[index], route.local.runner.layers
+        output = wait_for(own.output, self._context.result_timeout)
+        chunk, layers = self._chunks[index], route.local.layers
         route.telemetry.record_local(layers, len(chunk.tokens), output.eval_usec)
         key = layers.start, layers.end
         route.telemetry.costs.add(key, chunk.pos0, len(chunk.tokens), eval_usec=output.eval_usec)
@@ -292,7 +292,7 @@ class PipelinedRun:
             return False
         return not self._called_off and (self._pipelined or not route.hops)
 
-    def _begin_locally(self, local: DeviceThread, index: int) -> _LocalChunk:
+    def _begin_locally(self, local: Stage, index: int) -> _LocalChunk:
         """Queue a span for the own layers."""
         chunk, hops = self._chunks[index], self._context.route.hops
         want = (
@@ -302,22 +302,17 @@ class PipelinedRun:
             if chunk.is_last
             else OutputKind.NOTHING
         )
-        work = ForwardRequest(
+        request = StageRequest(
             session=self._context.session,
             tokens=chunk.tokens,
             pos0=chunk.pos0,
-            hidden=None,
+            prefix_hash=chunk.prefix_hash,
+            result_hash=chunk.result_hash,
             reset=chunk.pos0 == 0,
             output_kind=want,
             reply_bits=self._context.bits,
         )
-
-        def prepare(runner: ModelRunner) -> None:
-            if self._ended:
-                raise CancelledError("nobody waits for the span any more")
-            _align(runner, work)
-
-        return _LocalChunk(now_usec(), local.begin(work, prepare=prepare))
+        return _LocalChunk(now_usec(), local.submit(request))
 
     def _next_work(self, chunk: Chunk, hidden: HiddenBatch | None) -> Work:
         """Return a span that a break cancels from now on, or none after it."""
@@ -450,14 +445,3 @@ def _graver(first: Ds4Error | None, later: Ds4Error | None) -> Ds4Error | None:
     another reason, it will refuse the next span.
     """
     return later if first is None or isinstance(later, TransportError) else first
-
-
-def _align(runner: ModelRunner, work: ForwardRequest) -> None:
-    """Cut the local caches to where the span starts, or say that they cannot be."""
-    held = runner.length(work.session) or 0
-    if work.reset or held == work.pos0:
-        return
-    if held > work.pos0 and runner.can_rewind:
-        runner.rewind(work.session, work.pos0)
-        return
-    raise PrefixMismatchError(f"the coordinator's own layers hold {held} tokens, not {work.pos0}")

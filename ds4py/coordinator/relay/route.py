@@ -21,7 +21,7 @@ from ds4py.coordinator.relay.hop_channels import HopChannels
 from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
 from ds4py.layer_range import LayerRange
-from ds4py.stage.executor import DeviceThread
+from ds4py.stage.stage import Stage
 from ds4py.wire.extensions import FORK, Notice
 from ds4py.wire.route import HopEntry, encode_route
 
@@ -38,7 +38,7 @@ class Route:
         hops: Remote stages in layer order; may be empty.
         channels: Connections to hop 0; None without hops.
         blob: Encoded route, forwarded unchanged by every hop.
-        local: Device of the coordinator's own layers; None if it owns none.
+        local: The coordinator's own layers; None if it owns none.
         apply_head: Turns the last row of a hidden batch into logits, for a headless last hop; None
             where the coordinator has no head.
         telemetry: Where results leave their timings.
@@ -52,7 +52,7 @@ class Route:
     hops: tuple[WorkerRecord, ...]
     channels: HopChannels | None
     blob: bytes
-    local: DeviceThread | None
+    local: Stage | None
     apply_head: Callable[[HiddenBatch], F32] | None
     telemetry: RouteTelemetry
     tell: Callable[[Iterable[WorkerRecord], str, Notice], None]
@@ -67,7 +67,7 @@ class Route:
     @property
     def local_layers(self) -> LayerRange | None:
         """The coordinator's own layers."""
-        return None if self.local is None else self.local.runner.layers
+        return None if self.local is None else self.local.layers
 
     @property
     def can_fork(self) -> bool:

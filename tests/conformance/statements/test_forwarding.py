@@ -70,9 +70,9 @@ class Scene(NamedTuple):
 @contextmanager
 def scene(layers: str = "0-2", output: int = 1, **fields: object) -> Iterator[Scene]:
     with door() as behind, worker(layers, **fields) as w, dial(w.address) as up:  # type: ignore[arg-type]
-        last = w._stage.facts.layers.end
+        last = w._context.facts.layers.end
         next_hop = Hop(last + 1, 5, output, b"127.0.0.1", behind.address.port)
-        yield Scene(w, up, behind, [Hop(w._stage.facts.layers.start, last), next_hop])
+        yield Scene(w, up, behind, [Hop(w._context.facts.layers.start, last), next_hop])
 
 
 def rows_of(layers: range, tokens: list[int]) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_statement_057_the_window() -> None:
         s.ask_many(7)
         behind = s.door.accept()
         asked = [behind.asked() for _ in range(4)]
-        runner = s.worker._stage.device.runner
+        runner = s.worker.stage.device.runner
         wait_until(lambda: len(runner.evaluated) == 7, "all are evaluated meanwhile")  # type: ignore[attr-defined]
         for n in range(7):
             if len(asked) < 7:

@@ -192,5 +192,5 @@ def test_statement_044_asking_for_a_shard_makes_no_session() -> None:
             begin = peer.expect(BEGIN)
             assert begin[:20] == struct.pack(">IQQ", *fixed[:3])
             assert begin[48:52] == struct.pack(">I", 1)
-        assert len(w._stage.session_table) == 0
+        assert len(w.stage.sessions) == 0
         continues(peer, [], HELD, session_id=1)

@@ -163,7 +163,7 @@ TOGETHER = [(hop, n) for hop, rows in TABLES.items() for n in range(len(rows))]
 
 def refused_as(peer: Peer, w, body: bytes) -> str:
     """Have a span refused and return its class; the worker's words must be those of the class."""
-    verdict = check_work(memoryview(body), w._stage.facts)
+    verdict = check_work(memoryview(body), w._context.facts)
     assert isinstance(verdict, RefusedWork)
     assert peer.refused(body, verdict.request_id) == verdict.text
     return verdict.kind

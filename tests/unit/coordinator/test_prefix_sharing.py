@@ -14,6 +14,7 @@ from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.coordinator.prefix_sharing import PrefixSharing, common_prefix
 from ds4py.coordinator.session import ClusterSession
 from ds4py.errors import ClusterError
+from ds4py.stage.executor import wait_for
 from tests.clusters import DEADLINE, Cluster, cluster, wait_until
 from tests.fake_runner import FakeRunner, reference_logits
 from tests.sockets import Background
@@ -86,6 +87,6 @@ def test_a_copy_that_nobody_waits_for_any_more_is_not_made() -> None:
         resume.set()
         np.testing.assert_array_equal(running.result(), reference_logits([*PROMPT, 50]))
         assert c.coordinator.local is not None
-        c.coordinator.local.call(lambda _: None, timeout=DEADLINE)
+        wait_for(c.coordinator.local.device.ask(lambda _: None), DEADLINE)
         assert runner(c).forked == []
         wait_until(lambda: runner(c).length(SessionId(9)) is None, "nothing was begun")

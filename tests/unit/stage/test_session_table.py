@@ -15,17 +15,17 @@ from ds4py.errors import (
     ModelError,
     PrefixMismatchError,
 )
-from ds4py.stage.session_table import Admission, AdmissionRequest, SessionTable
+from ds4py.stage.session_table import Admission, SessionTable, StageRequest
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 
 A, B, C = SessionId(1), SessionId(2), SessionId(3)
 US, THEM = "our connection", "their connection"
 
 
-def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> AdmissionRequest:
+def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> StageRequest:
     """A span of `tokens` after `before`, honest unless told otherwise."""
     prefix = prefix_hash(before) if prefix is None else prefix
-    return AdmissionRequest(
+    return StageRequest(
         session=session,
         tokens=tuple(tokens),
         pos0=len(before) if pos0 is None else pos0,
@@ -35,7 +35,7 @@ def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> 
     )
 
 
-def evaluate(lines: SessionTable, span: AdmissionRequest, owner: str = US) -> Admission:
+def evaluate(lines: SessionTable, span: StageRequest, owner: str = US) -> Admission:
     admission = lines.admit(span, owner)
     lines.commit(span)
     return admission

@@ -153,7 +153,7 @@ def test_no_more_requests_are_outstanding_than_the_window_allows(window) -> None
             d.ask([0] * 2 * k, [0, 0])
         connection = hop.accept()
         works = [take_work(connection) for _ in range(window)]
-        runner = d.worker._stage.device.runner  # type: ignore[attr-defined]
+        runner = d.worker.stage.device.runner  # type: ignore[attr-defined]
         wait_until(lambda: len(runner.evaluated) == n, "the device went on meanwhile")
         with pytest.raises(Exception, match="sent nothing"):
             connection.receive(timeout=0.05)
@@ -172,7 +172,7 @@ def test_a_next_hop_that_stalls_stops_neither_the_device_nor_other_drivers() -> 
             for k in range(8):
                 d.ask([0] * 2 * k, [0, 0])
             stalled.accept()
-            runner = d.worker._stage.device.runner  # type: ignore[attr-defined]
+            runner = d.worker.stage.device.runner  # type: ignore[attr-defined]
             wait_until(lambda: len(runner.evaluated) == 3, "window and queue are full")
             address = d.worker.address  # type: ignore[attr-defined]
             with driver(address, entry(FIRST), entry(LAST, lively.address)) as other:

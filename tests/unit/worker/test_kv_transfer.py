@@ -390,7 +390,7 @@ def test_a_transfer_whose_connection_was_closed_meanwhile_changes_nothing() -> N
             loader.connection.send(encode(load_begin(PROMPT, payload)))
             loader.connection.send(encode(chunk(payload)))
             (upstream,) = (u for u in worker._upstreams if serves(u, loader))
-            wait_until(lambda: len(worker._stage.device._queue) == 1, "the load waits")
+            wait_until(lambda: len(worker.stage.device._queue) == 1, "the load waits")
             upstream.close()
             go_on.set()
             assert other.answer().status == 0
@@ -447,7 +447,7 @@ def test_few_shards_are_in_memory_at_once(monkeypatch) -> None:
     """Anyone who comes when all permits are taken waits; the permits come back."""
     payload = payload_of(PROMPT)
     with serving() as (worker, d):
-        permits = worker._stage.transfers
+        permits = worker._context.transfers
         while permits.acquire(blocking=False):
             pass
         d.connection.send(encode(load_begin(PROMPT, payload)))

@@ -287,7 +287,7 @@ def test_a_protocol_error_drops_what_waits() -> None:
             assert Background(lambda: _end(d.connection)).result()
         with driver(w.address, entry(span("0-5"))) as d:
             d.check([], [1])
-        runner = w._stage.device.runner
+        runner = w.stage.device.runner
         assert runner.evaluated == [(0, 1), (0, 1)]  # the one on the device, and the new one
 
 
@@ -326,7 +326,7 @@ def test_the_decode_batch_holds_a_session_once() -> None:
         *drivers, blocker = [stack.enter_context(driver(w.address, hop)) for _ in range(4)]
         for n, d in enumerate(drivers):
             d.check([], [1, 2], session=n + 1)
-        device = w._stage.device
+        device = w.stage.device
         del device.runner.batches[:]
         blocker.ask([], [0], session=9)
         assert gate.entered.wait(20)
@@ -346,7 +346,7 @@ def test_every_call_of_the_runner_happens_on_one_thread() -> None:
             d.check([], [1])
         with driver(w.address, entry(span("0-5"))) as d:
             d.check([1], [2])
-        assert w._stage.device.runner.threads == {w._stage.device._thread.ident}
+        assert w.stage.device.runner.threads == {w.stage.device._thread.ident}
 
 
 def test_closing_a_worker_ends_its_connections_threads_and_runner() -> None:
@@ -359,20 +359,20 @@ def test_closing_a_worker_ends_its_connections_threads_and_runner() -> None:
         closing = Background(w.close)
         gate.open.set()
         closing.result()
-        assert w._stage.device.runner.closed
+        assert w.stage.device.runner.closed
         assert _end(d.connection)
     ours = [t.name for t in threading.enumerate() if t not in before]
     assert not [name for name in ours if not name.startswith("Thread-")]  # those of the test
 
 
 def test_a_closed_device_refuses_at_once() -> None:
-    from ds4py.stage.executor import DeviceThread
+    from ds4py.stage.executor import DeviceThread, wait_for
 
     device = DeviceThread(FakeRunner(span("0-5")))
     device.close()
     device.close()
     with pytest.raises(ClusterError, match="shutting down"):
-        device.call(lambda runner: None, timeout=1)
+        wait_for(device.ask(lambda runner: None), 1)
 
 
 def test_a_hello_on_a_data_port_is_unexpected(caplog) -> None:

@@ -1,19 +1,38 @@
-"""What a hop answers to a span, as frames of the wire.
+"""Between frames and the stage: a WORK as a request, an output as a RESULT.
 
 Owns: which output a span asks for (docs/spec/wire-protocol.md 8.6), the RESULT and the telemetry
-that come of it. Refuses to know: connections, sessions. Invariant: the payload is what the request
-asked for, in the width in which it came.
+that come of it. Refuses to know: connections, how layers are computed. Invariant: the payload is
+what the request asked for, in the width in which it came.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from ds4py.contracts import ForwardOutput, OutputKind
+from ds4py.contracts import ForwardOutput, OutputKind, SessionId
 from ds4py.peer.validation import AcceptedWork
+from ds4py.stage.session_table import StageRequest
 from ds4py.wire.messages import Result, ResultKind, Telemetry
+from ds4py.wire.work_messages import RESET_SESSION
 
 _EMPTY: Final = memoryview(b"")
+
+
+def stage_request(accepted: AcceptedWork) -> StageRequest:
+    """Return what the stage is asked for."""
+    work = accepted.work
+    return StageRequest(
+        session=SessionId(work.session_id),
+        tokens=work.tokens,
+        pos0=work.pos0,
+        prefix_hash=work.prefix_hash,
+        result_hash=work.result_hash,
+        reset=bool(int(work.flags) & RESET_SESSION),
+        hidden=accepted.hidden,
+        output_kind=output_kind_of(accepted),
+        reply_bits=work.bits,
+        request_id=work.request_id,
+    )
 
 
 def output_kind_of(accepted: AcceptedWork) -> OutputKind:
