@@ -54,6 +54,11 @@ class HiddenBatch:
         rows, width = values.shape
         return cls(rows, width, bits, memoryview(pack(values, bits)).cast("B"))
 
+    def head(self, rows: int) -> HiddenBatch:
+        """Return the first rows; shares the bytes."""
+        n_bytes = rows * self.width * self.bits // 8
+        return HiddenBatch(rows, self.width, self.bits, self.data.cast("B")[:n_bytes])
+
     def unpack(self) -> F32:
         """Return the values as `f32[T, width]` (reference codec)."""
         return unpack(self.data, self.bits).reshape(self.rows, self.width)

@@ -26,7 +26,7 @@ from ds4py.config import (
 )
 from ds4py.contracts import CacheForm
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import open_runner, read_model
 from ds4py.engine.selftest import ComparedKernel, compare_all, processor

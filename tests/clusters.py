@@ -18,7 +18,7 @@ from ds4py.config import (
 )
 from ds4py.contracts import ModelRunner
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.transport.sockets import Listener

@@ -164,6 +164,18 @@ def test_only_config_reads_the_environment(path: Path) -> None:
 
 
 # names that wait, all of which tests/unit/test_waits.py tries on a busy machine, and others
+POLICY = [path for path in MODULES if path.parent == ROOT / "ds4py" / "coordinator"]
+
+
+@pytest.mark.parametrize("path", POLICY, ids=ids)
+def test_the_policy_of_a_coordinator_knows_no_transport(path: Path) -> None:
+    """A second transport implements `coordinator/pipeline.py` and edits nothing beside it."""
+    for name, _ in imported(tree(path)):
+        foreign = "coordinator.relay", "wire", "transport", "peer", "stage", "worker"
+        if name.startswith(tuple(f"ds4py.{room}." for room in foreign)):
+            assert name.startswith("ds4py.wire.prefix_hash."), f"{ids(path)} imports {name}"
+
+
 MAY_USE = {
     "threading": {
         *("Lock", "Semaphore", "Event", "Condition", "Thread"),

@@ -61,6 +61,7 @@ class StageRequest(NamedTuple):
         output_kind: What to hand back.
         reply_bits: Packing of hidden states that are handed back: 32, 16 or 8.
         request_id: By which it may be aborted; grows within a session.
+        n_logits: Rows at its end of which logits are wanted, if logits are.
     """
 
     session: SessionId
@@ -73,6 +74,7 @@ class StageRequest(NamedTuple):
     output_kind: OutputKind = OutputKind.HIDDEN
     reply_bits: int = 32
     request_id: int = 0
+    n_logits: int = 1
 
     @property
     def end(self) -> int:

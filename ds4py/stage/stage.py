@@ -236,6 +236,7 @@ class Stage:
             reset=admission.reset,
             output_kind=request.output_kind,
             reply_bits=request.reply_bits,
+            n_logits=request.n_logits,
         )
 
     def commit(self, request: StageRequest) -> CachedSession | None:

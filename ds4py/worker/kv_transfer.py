@@ -31,12 +31,11 @@ from ds4py.errors import (
 from ds4py.peer.shard_transfer import (
     GRACE_SECONDS,
     Arrival,
-    saved_sizes,
     time_limit,
     transfer_seconds,
 )
 from ds4py.peer.validation import Faults, WorkerFacts
-from ds4py.snapshot import shard_sizes
+from ds4py.snapshot import saved_sizes, shard_sizes
 from ds4py.stage.executor import wait_for
 from ds4py.stage.stage import SessionOwner
 from ds4py.transport.connection import Connection

@@ -13,7 +13,7 @@ import pytest
 from ds4py.config import Address, CoordinatorConfig
 from ds4py.contracts import ModelCard
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.layer_range import LayerRange
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import (

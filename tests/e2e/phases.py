@@ -24,8 +24,8 @@ import psutil
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
-from ds4py.coordinator.relay.registry import LinkId
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.sockets import Listener
 from tests.clusters import ANY_PORT, SOCKETS, span, wait_until

@@ -41,7 +41,7 @@ import pytest
 
 from ds4py.config import Address, CoordinatorConfig, SocketConfig, WorkerConfig
 from ds4py.contracts import ForwardRequest, OutputKind, Session
-from ds4py.coordinator.relay import listener as port_module
+from ds4py.coordinator.relay.workers import listener as port_module
 from ds4py.errors import Ds4Error, RemoteWorkError, TransportError, TransportTimeoutError
 from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import connect, listen, local_address

@@ -84,7 +84,7 @@ def known(server: LocalServer, n_workers: int) -> None:
 
 def used(server: LocalServer) -> list[int]:
     """Data ports of the stages of the route, in order."""
-    found = server.node.coordinator.ensure_route(after_loss=False, cancelled=None)
+    found = server.node.coordinator.ensure_pipeline(after_loss=False, cancelled=None).route
     return [hop.address.port for hop in found.hops]
 
 

@@ -382,9 +382,9 @@ def test_with_a_stage_that_can_not_copy_nothing_is_asked(kinds: tuple[str, str])
         backend = SessionPool(coordinator, 2)
         with backend.lease(FIRST) as first, backend.lease(SECOND) as second:
             check(first, FIRST, 0)
-            first_request = coordinator.next_request_id() + 1
+            first_request = coordinator._context.next_request_id() + 1
             check(second, SECOND, 0)
-            n_requests = coordinator.next_request_id() - first_request
+            n_requests = coordinator._context.next_request_id() - first_request
             assert n_requests == -(-len(SECOND) // 16), "it was tried"
         assert not any(fake.forked for fake in fakes)
 

@@ -21,14 +21,17 @@ from typing import Final
 from ds4py.activations import F32, HiddenBatch
 from ds4py.config import CoordinatorConfig, SocketConfig
 from ds4py.contracts import Cancelled, Health, ModelCard, ModelRunner, SessionId, StageStatus
-from ds4py.coordinator.relay.dialer import Dialer
+from ds4py.coordinator.pipeline import Pipeline
+from ds4py.coordinator.relay.context import RelayContext
 from ds4py.coordinator.relay.hop import Link
 from ds4py.coordinator.relay.hop_channels import HopChannels, dial_priority_channel
+from ds4py.coordinator.relay.pipeline import RelayPipeline
 from ds4py.coordinator.relay.planner import Demand, plan_route
-from ds4py.coordinator.relay.registration import WorkerRegistrar
-from ds4py.coordinator.relay.registry import LinkId, Registry, WorkerRecord
 from ds4py.coordinator.relay.route import Lost, Route, route_blob
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
+from ds4py.coordinator.relay.workers.dialer import Dialer
+from ds4py.coordinator.relay.workers.registration import WorkerRegistrar
+from ds4py.coordinator.relay.workers.registry import LinkId, Registry, WorkerRecord
 from ds4py.errors import (
     CancelledError,
     ClusterError,
@@ -86,12 +89,12 @@ class Coordinator:
         self._channels: dict[LinkId, HopChannels] = {}
         self._retired: dict[LinkId, Link] = {}  # displaced by another worker, still connected
         self._changed = threading.Condition()
-        self._route: Route | None = None
+        self._pipeline: RelayPipeline | None = None
         self._was_complete = False
         self._watched: dict[object, tuple[Collection[WorkerRecord], Lost]] = {}
         self._closed = False
         self._link_ids = itertools.count(1)
-        self._request_ids = itertools.count(1)
+        self._context = RelayContext(card=card, n_ctx=n_ctx, config=config, sockets=sockets)
         self._sessions: set[SessionId] = set()
         self.telemetry = RouteTelemetry(trace)
         self.known_peers = PeerIdentityLog(card)
@@ -110,10 +113,6 @@ class Coordinator:
         """Tokens that one session can hold."""
         return self._n_ctx
 
-    def next_request_id(self) -> int:
-        """Return 1, 2, 3 ...; never reused, whatever the session or the connection."""
-        return next(self._request_ids)
-
     def new_session(self) -> SessionId:
         """Return a name for a token timeline: random, so that it means nothing to anybody."""
         session = SessionId(secrets.randbits(64) or 1)
@@ -131,38 +130,37 @@ class Coordinator:
     @property
     def can_fork(self) -> bool:
         """Whether the latest route's stages can copy a common prefix from session to session."""
-        route = self._route
-        return route is not None and route.can_fork
+        pipeline = self._pipeline
+        return pipeline is not None and pipeline.can_fork
 
-    def is_current(self, route: Route) -> bool:
-        """Whether no worker came or went since the route was made."""
+    def is_current(self, pipeline: Pipeline) -> bool:
+        """Whether no worker came or went since the pipeline was made."""
+        assert isinstance(pipeline, RelayPipeline), "it was made here"
+        route = pipeline.route
         lost = route.link is not None and route.link.lost
         return route.generation == self._registry.generation and not lost
 
-    def wait_for_change(self, route: Route, seconds: float) -> bool:
-        """Wait until a route is current no more; False if it still is after `seconds`."""
+    def wait_for_change(self, pipeline: Pipeline, seconds: float) -> bool:
+        """Wait until a pipeline is current no more; False if it still is after `seconds`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self.is_current(route), seconds)
+            return self._changed.wait_for(lambda: not self.is_current(pipeline), seconds)
 
-    def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
-        """Return a current route.
+    def count_replay(self) -> None:
+        """Take note that a timeline is evaluated again from its start."""
+        self.telemetry.count_replay()
+
+    def ensure_pipeline(self, *, after_loss: bool, cancelled: Cancelled | None) -> RelayPipeline:
+        """Return a current pipeline; see `PipelineSource.ensure_pipeline`.
 
         A route that was complete before is waited for, since its worker may come back; one that
         never was fails at once.
 
-        Args:
-            after_loss: The caller has just lost a stage.
-            cancelled: Polled while waiting.
-
-        Raises:
-            RouteIncompleteError: Nobody came in time; names the missing layers.
-            CancelledError: `cancelled` became true.
         """
         deadline = time.monotonic() + self.config.rejoin_timeout
         with self._changed:
             while True:
                 try:
-                    return self._current_route()
+                    return self._current()
                 except RouteIncompleteError:
                     patient = after_loss or self._was_complete
                     if not patient or time.monotonic() >= deadline:
@@ -173,15 +171,16 @@ class Coordinator:
                     raise CancelledError("the request was cancelled")
                 self._changed.wait(_POLL_SECONDS)
 
-    def _current_route(self) -> Route:
-        """Return the cached route, or plan a new one; the lock is held."""
-        if self._route is None or not self.is_current(self._route):
-            self._route = None
-            self._route = self._plan()
+    def _current(self) -> RelayPipeline:
+        """Return the pipeline of the cached route, or plan a new one; the lock is held."""
+        if self._pipeline is None or not self.is_current(self._pipeline):
+            self._pipeline = None
+            route = self._plan()
+            self._pipeline = RelayPipeline(route, self._context)
             self._was_complete = True
-            self.telemetry.took_route([hop.link for hop in self._route.hops])
-            log.info("route: %s", " -> ".join(self._stage_names(self._route)))
-        return self._route
+            self.telemetry.took_route([hop.link for hop in route.hops])
+            log.info("route: %s", " -> ".join(self._stage_names(route)))
+        return self._pipeline
 
     def _plan(self) -> Route:
         # anyone who was told of a loss must not be given the lost link again
@@ -303,15 +302,15 @@ class Coordinator:
             self._links.pop(link_id, None)
             self._retired.pop(link_id, None)
             record = self._registry.remove(link_id)
-            route = self._route
+            pipeline = self._pipeline
             self._changed.notify_all()
         self._close_channels(link_id, cause.what)
         if record is None or self._closed:
             return
         log.warning("%s left: %s", record.name, cause.what)
         self._announce_loss(record)
-        if route is not None:
-            _hurry(route, record, silent=isinstance(cause, TransportTimeoutError))
+        if pipeline is not None:
+            _hurry(pipeline.route, record, silent=isinstance(cause, TransportTimeoutError))
 
     @contextmanager
     def _watching(self, hops: Collection[WorkerRecord], lost: Lost) -> Iterator[None]:
@@ -352,7 +351,7 @@ class Coordinator:
         with self._changed:
             missing, workers = "", self._registry.records
             try:
-                workers = self._current_route().hops
+                workers = self._current().route.hops
             except RouteIncompleteError as e:
                 missing = e.missing
             return Health(

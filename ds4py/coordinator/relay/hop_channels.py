@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ds4py.coordinator.relay.dialer import DialerHost
 from ds4py.coordinator.relay.hop import Link
-from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
-from ds4py.coordinator.relay.worker_hello import layers_of, refusal_of
+from ds4py.coordinator.relay.workers.dialer import DialerHost
+from ds4py.coordinator.relay.workers.registry import LinkId, WorkerRecord
+from ds4py.coordinator.relay.workers.worker_hello import layers_of, refusal_of
 from ds4py.errors import ClusterError, Ds4Error, TransportError
 from ds4py.peer.handshake import ask
 from ds4py.stage.scheduler import MAX_BATCH

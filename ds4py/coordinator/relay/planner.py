@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds4py.coordinator.relay.registry import WorkerRecord
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.errors import RouteIncompleteError
 from ds4py.layer_range import LayerRange, describe_missing
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import ModelCard, Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.sockets import Listener
 from tests.by_hand import PROMPT

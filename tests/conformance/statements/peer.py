@@ -20,7 +20,7 @@ import numpy as np
 
 from ds4py.config import Address, CoordinatorConfig, WorkerConfig, WorkerTuning
 from ds4py.contracts import Session
-from ds4py.coordinator.relay.registry import WorkerRecord
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.worker.worker import Worker
 from tests.by_hand import PROMPT

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from ds4py.coordinator.relay import listener as port_module
-from ds4py.coordinator.relay import registration as reception_module
+from ds4py.coordinator.relay.workers import listener as port_module
+from ds4py.coordinator.relay.workers import registration as reception_module
 from ds4py.errors import (
     RouteIncompleteError,
 )

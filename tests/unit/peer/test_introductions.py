@@ -11,7 +11,7 @@ import pytest
 from ds4py import __version__
 from ds4py.config import Address, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.layer_range import LayerSpec
 from ds4py.peer import handshake as handshake_module
 from ds4py.peer.handshake import PLAIN_SECONDS, PlainMemory
@@ -46,7 +46,7 @@ def test_a_coordinator_learns_the_same_of_a_worker_whoever_dials(dial_in) -> Non
         assert record.features == FEATURES
         assert (record.alive_timeout, record.weight_bytes, record.n_ctx) == (10, 6000, 64)
         assert record.address.port == c.workers[0].address.port
-        assert c.coordinator.ensure_route(after_loss=False, cancelled=None).can_rewind
+        assert c.coordinator.ensure_pipeline(after_loss=False, cancelled=None).can_rewind
 
 
 def test_a_dialling_worker_is_answered_and_serves() -> None:
@@ -220,7 +220,7 @@ def test_a_coordinator_that_never_answers_is_not_taken_for_a_plain_one(monkeypat
 
 def test_a_plain_worker_that_gives_way_to_a_ds4py_is_found_again(monkeypatch) -> None:
     monkeypatch.setattr(handshake_module, "PLAIN_SECONDS", 0.0)
-    monkeypatch.setattr("ds4py.coordinator.relay.dialer.REDIAL_PAUSE", 0.01)
+    monkeypatch.setattr("ds4py.coordinator.relay.workers.dialer.REDIAL_PAUSE", 0.01)
     plain = start_worker(FakeRunner(WHOLE), speaks_extensions=False)
     with dialling(RouteEntry(plain.address, LayerSpec.parse("0:output"))) as c:
         c.wait_ready()

@@ -19,7 +19,7 @@ from ds4py.activations import HiddenBatch
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry, WorkerConfig
 from ds4py.contracts import ForwardOutput, ModelCard, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import Ds4Error
 from ds4py.layer_range import LayerRange, LayerSpec

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from ds4py.coordinator.relay.hop import Link, ReplyBox
-from ds4py.coordinator.relay.registry import LinkId
+from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
 from ds4py.transport.connection import Connection
 from ds4py.wire.extensions import Alive, Drop

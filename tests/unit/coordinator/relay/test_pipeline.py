@@ -11,7 +11,7 @@ import pytest
 from ds4py.activations import HiddenBatch
 from ds4py.config import Address, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import (
     CapacityError,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds4py.config import Address
 from ds4py.coordinator.relay.planner import Demand, plan_route
-from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
+from ds4py.coordinator.relay.workers.registry import LinkId, WorkerRecord
 from ds4py.errors import RouteIncompleteError
 from ds4py.layer_range import LayerRange
 

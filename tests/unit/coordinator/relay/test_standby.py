@@ -24,7 +24,7 @@ from ds4py.config import (
 )
 from ds4py.contracts import ForwardRequest
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import ProtocolDemux
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.layer_range import LayerSpec
 from ds4py.transport.connection import Connection

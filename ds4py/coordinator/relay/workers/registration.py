@@ -11,8 +11,8 @@ import threading
 from typing import Final, NoReturn
 
 from ds4py.config import Address
-from ds4py.coordinator.relay.registry import WorkerRecord
-from ds4py.coordinator.relay.worker_hello import RegistrarHost, refusal_of, register
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
+from ds4py.coordinator.relay.workers.worker_hello import RegistrarHost, refusal_of, register
 from ds4py.errors import ClusterError, RemoteProtocolError
 from ds4py.layer_range import LayerRange
 from ds4py.peer.validation import check_hello

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ds4py.config import Address
-from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
+from ds4py.coordinator.relay.workers.registry import LinkId, WorkerRecord
 from ds4py.layer_range import LayerRange
 from ds4py.peer.known_peers import PeerIdentityLog
 from ds4py.peer.liveness import agreed_timeout

@@ -13,9 +13,9 @@ from typing import Final, Protocol
 
 from ds4py.config import Address, CoordinatorConfig, RouteEntry, SocketConfig
 from ds4py.contracts import ModelCard
-from ds4py.coordinator.relay import worker_hello
-from ds4py.coordinator.relay.registry import WorkerRecord
-from ds4py.coordinator.relay.worker_hello import layers_of, refusal_of
+from ds4py.coordinator.relay.workers import worker_hello
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
+from ds4py.coordinator.relay.workers.worker_hello import layers_of, refusal_of
 from ds4py.errors import ClusterError, ConfigError, Ds4Error
 from ds4py.layer_range import LayerRange
 from ds4py.peer.handshake import PlainMemory, ask
