@@ -17,6 +17,7 @@ A request passes here in three steps, all of them on the device thread:
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar
@@ -25,12 +26,13 @@ from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import ForwardOutput, ForwardRequest, ModelCard, ModelRunner, SessionId
 from ds4py.errors import CancelledError, CapacityError, ClusterError, Ds4Error
 from ds4py.layer_range import LayerRange
-from ds4py.stage.aborts import AbortedRequests
 from ds4py.stage.executor import DeviceThread
 from ds4py.stage.session_table import CachedSession, SessionTable, StageRequest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_MAX_MARKS: Final = 256
 
 
 class SessionOwner:
@@ -58,6 +60,27 @@ class SessionOwner:
 
 THIS_PROCESS: Final = SessionOwner()
 """Owns the sessions of a coordinator on its own layers."""
+
+
+class AbortedRequests:
+    """The marks of one stage; request ids of a session only grow, so one number is enough."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[SessionId, int] = {}  # the latest mark stands last
+
+    def mark(self, session: SessionId, last_request: int) -> None:
+        """Call off every span of a session with a request id up to `last_request`."""
+        with self._lock:
+            before = self._last.pop(session, 0)
+            self._last[session] = max(before, last_request)
+            if len(self._last) > _MAX_MARKS:
+                del self._last[next(iter(self._last))]
+
+    def covers(self, session: SessionId, request_id: int) -> bool:
+        """Whether a span need not be evaluated."""
+        with self._lock:
+            return request_id <= self._last.get(session, -1)
 
 
 class Stage:

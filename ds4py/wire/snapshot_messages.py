@@ -13,28 +13,12 @@ from typing import Final
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.frames import MAX_CHUNK_DATA, Buffer, FrameType, encode_frame, pack, printable
+from ds4py.wire.work_messages import decode_tokens, encode_tokens
 
 _SAVE: Final = struct.Struct(">IQQQ3I")
 _RECORD: Final = struct.Struct(">IQQQ3IQ3I")
 _CHUNK: Final = struct.Struct(">QI")
 _DONE: Final = struct.Struct(">QII")
-
-
-def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as big-endian u32.
-
-    Raises:
-        LocalProtocolError: An id is not a u32.
-    """
-    try:
-        return struct.pack(f">{len(tokens)}I", *tokens)
-    except struct.error as error:
-        raise LocalProtocolError(f"token ids: expected 0 to 2^32-1 each ({error})") from error
-
-
-def decode_tokens(raw: memoryview) -> tuple[int, ...]:
-    """Return the token ids in `raw`, whose length is a multiple of 4."""
-    return struct.unpack(f">{len(raw) // 4}I", raw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,26 +1,43 @@
 """WORK and RESULT: a span goes out, its answer comes back (spec 2.3, 2.4).
 
 Owns: their layout, what a hop rewrites when it forwards (5.4) and relays (5.6). Refuses to know:
-whether the values make sense for a model (`ds4py.peer.validation`). Invariant: as in
+whether the values make sense for a model (`ds4py.worker.work_frames` and kin). Invariant: as in
 `ds4py.wire.messages`, which is the door to all messages.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Final, NamedTuple
 
-from ds4py.errors import RemoteProtocolError
+from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.frames import MAX_HOPS, Buffer, FrameType, encode_frame, pack, printable, wire_text
 from ds4py.wire.route import HopEntry
-from ds4py.wire.snapshot_messages import decode_tokens, encode_tokens
 
 _WORK: Final = struct.Struct(">IQQQQ11I")
 _RESULT: Final = struct.Struct(">QQ6I")
 _TELEMETRY: Final = struct.Struct(">10I")
 _EMPTY: Final = memoryview(b"")
+
+
+def encode_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as big-endian u32.
+
+    Raises:
+        LocalProtocolError: An id is not a u32.
+    """
+    try:
+        return struct.pack(f">{len(tokens)}I", *tokens)
+    except struct.error as error:
+        raise LocalProtocolError(f"token ids: expected 0 to 2^32-1 each ({error})") from error
+
+
+def decode_tokens(raw: memoryview) -> tuple[int, ...]:
+    """Return the token ids in `raw`, whose length is a multiple of 4."""
+    return struct.unpack(f">{len(raw) // 4}I", raw)
 
 
 class WorkFlags(IntFlag):

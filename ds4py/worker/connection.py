@@ -20,7 +20,7 @@ from ds4py.config import Address
 from ds4py.contracts import ForwardOutput, SessionId
 from ds4py.errors import CancelledError, Ds4Error, RemoteProtocolError, TransportError
 from ds4py.peer.liveness import Heartbeat, agreed_timeout
-from ds4py.peer.validation import AcceptedWork, check_work
+from ds4py.stage.mailbox import Credits
 from ds4py.stage.scheduler import MAX_BATCH
 from ds4py.stage.stage import SessionOwner
 from ds4py.transport.connection import Connection
@@ -42,17 +42,21 @@ from ds4py.wire.frames import ExtType, Frame, FrameType, type_name
 from ds4py.wire.messages import (
     ErrorText,
     Result,
-    encode,
     error_result,
     forwarded,
 )
 from ds4py.wire.work_messages import RelayedResult
 from ds4py.worker.context import WorkerContext
-from ds4py.worker.credits import Credits
 from ds4py.worker.forwarder import Forwarder, Forwarders, Outcome
 from ds4py.worker.kv_transfer import ShardService
 from ds4py.worker.profile import profile_stage
-from ds4py.worker.work_frames import final_result, stage_request, telemetry_of
+from ds4py.worker.work_frames import (
+    AcceptedWork,
+    check_work,
+    final_result,
+    stage_request,
+    telemetry_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +195,7 @@ class DataConnection:
             except RemoteProtocolError as e:
                 fault = e
         if fault is not None:
-            self._outbox.put(encode(ErrorText.of("unsupported distributed worker frame")))
+            self._outbox.put(ErrorText.of("unsupported distributed worker frame").encode())
             raise fault
 
     def _greet(self, frame: Frame) -> None:
@@ -243,7 +247,7 @@ class DataConnection:
         verdict = check_work(frame.body, self._context.facts)
         if not isinstance(verdict, AcceptedWork):
             log.warning("%s: refused a span: %s", self._name, verdict.text)
-            self._outbox.put(encode(error_result(verdict.request_id, verdict.text)))
+            self._outbox.put(error_result(verdict.request_id, verdict.text).encode())
             return
         if self._profile is not None:
             self._profile.arrived(verdict.work)
@@ -293,7 +297,7 @@ class DataConnection:
                 pos0 = accepted.work.pos0
                 log.log(level, "%s: span at %d failed: %s", self._name, pos0, error)
                 refusal = error_result(request_id, str(error))
-                self._outbox.put(encode(refusal), lambda _: self._answered(accepted))
+                self._outbox.put(refusal.encode(), lambda _: self._answered(accepted))
         except TransportError as e:
             log.debug("%s: result not delivered: %s", self._name, e)
             self._answered(accepted)
@@ -332,7 +336,7 @@ class DataConnection:
         work, telemetry = accepted.work, telemetry_of(accepted, output)
         if forwarder is None:
             result = final_result(accepted, output, telemetry)
-            self._outbox.put(encode(result), lambda _: self._answered(accepted))
+            self._outbox.put(result.encode(), lambda _: self._answered(accepted))
             return
         assert output.hidden is not None
         assert accepted.next_entry is not None

@@ -13,11 +13,11 @@ from typing import Final
 
 from ds4py.config import Address, SocketConfig, WorkerTuning
 from ds4py.peer.known_peers import PeerIdentityLog
-from ds4py.peer.validation import WorkerFacts
 from ds4py.stage.stage import Stage
 from ds4py.tracing.events import TraceRecorder
 from ds4py.wire.extensions import PeerHello
 from ds4py.worker.forwarder import DialHop
+from ds4py.worker.work_frames import WorkerFacts
 
 MAX_TRANSFERS: Final = 4
 """Shards that a worker holds in memory at once, over all connections."""

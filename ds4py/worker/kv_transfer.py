@@ -34,7 +34,6 @@ from ds4py.peer.shard_transfer import (
     time_limit,
     transfer_seconds,
 )
-from ds4py.peer.validation import Faults, WorkerFacts
 from ds4py.snapshot import saved_sizes, shard_sizes
 from ds4py.stage.executor import wait_for
 from ds4py.stage.stage import SessionOwner
@@ -53,6 +52,7 @@ from ds4py.wire.messages import (
 )
 from ds4py.wire.prefix_hash import prefix_hash
 from ds4py.worker.context import MAX_TRANSFERS, WorkerContext
+from ds4py.worker.work_frames import Faults, WorkerFacts
 
 log = logging.getLogger(__name__)
 

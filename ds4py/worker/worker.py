@@ -19,7 +19,6 @@ from ds4py.contracts import ModelRunner
 from ds4py.errors import Ds4Error
 from ds4py.peer.hello import plain_hello, worker_hello
 from ds4py.peer.known_peers import PeerIdentityLog
-from ds4py.peer.validation import WorkerFacts
 from ds4py.stage.stage import Stage
 from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
@@ -31,6 +30,7 @@ from ds4py.wire.messages import ErrorText
 from ds4py.worker.connection import DataConnection
 from ds4py.worker.context import WorkerContext
 from ds4py.worker.registration import CoordinatorClient, WorkerIdentity
+from ds4py.worker.work_frames import WorkerFacts
 
 log = logging.getLogger(__name__)
 

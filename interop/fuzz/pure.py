@@ -15,18 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
+from ds4py.coordinator.relay.answers import AcceptedResult, Awaited, ExpectedResult, check_result
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
 from ds4py.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from ds4py.peer.validation import (
-    AcceptedResult,
-    AcceptedWork,
-    Awaited,
-    CoordinatorFacts,
-    ExpectedResult,
-    WorkerFacts,
-    check_hello,
-    check_result,
-    check_work,
-)
 from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.extensions import decode_notice, decode_peer_hello, encode_peer_hello
 from ds4py.wire.frames import (
@@ -40,6 +31,7 @@ from ds4py.wire.frames import (
     worker_limits,
 )
 from ds4py.wire.messages import Hello, Result, decode, encode
+from ds4py.worker.work_frames import AcceptedWork, WorkerFacts, check_work
 from interop.fuzz import corpus
 from interop.fuzz.damage import (
     TYPES,

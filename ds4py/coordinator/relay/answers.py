@@ -1,24 +1,141 @@
 """What the RESULT of a chunk is worth to the run that sent it.
 
-Owns: which answers are admitted (docs/spec/wire-protocol.md 2.4), the logits in them, whether an
-answer that is not admitted costs the connection. Refuses to know: windows, waiting. Invariant: no
-byte of an answer is used before it was compared with what was asked.
+Owns: the table of docs/spec/wire-protocol.md 2.4 in its order, the logits in an answer, whether one
+that is not admitted costs the connection. Refuses to know: windows, waiting. Invariant: no byte of
+an answer is used before it was compared with what was asked; the first failing row decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
 import numpy as np
 
-from ds4py.activations import F32, HiddenBatch
+from ds4py.activations import F32, WIDTHS, HiddenBatch
 from ds4py.contracts import ModelCard
 from ds4py.coordinator.chunked_prefill import Chunk
 from ds4py.coordinator.relay.hop import HopReply
 from ds4py.coordinator.relay.profile import RunProfile
 from ds4py.coordinator.relay.route import Route
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteWorkError
-from ds4py.peer.validation import Awaited, ExpectedResult, FailedResult, check_result
 from ds4py.tracing.events import now_usec
-from ds4py.wire.messages import Result
+from ds4py.wire.frames import MAX_U32
+from ds4py.wire.messages import Result, ResultKind
+
+Faults = Iterator[tuple[str, str]]
+"""(class name of the spec, what is wrong), the first one counts."""
+
+
+class Awaited(Enum):
+    """Which answers a span admits (spec 7.4, 7.6)."""
+
+    CHUNK = "a chunk of a pipelined prefill, not the last"
+    LAST_CHUNK = "the last chunk of a pipelined prefill"
+    SPAN = "a single span: decode, or prefill without a pipeline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedResult:
+    """What a RESULT is compared with.
+
+    Args:
+        result_hash: Of the WORK.
+        n_tokens: Of the WORK.
+        n_vocab: Vocabulary size.
+        hidden_width: Values per token.
+        awaited: Which answers are admitted.
+        final_has_output: The route's final entry has the output flag.
+    """
+
+    result_hash: int
+    n_tokens: int
+    n_vocab: int
+    hidden_width: int
+    awaited: Awaited
+    final_has_output: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedResult:
+    """A good answer.
+
+    Args:
+        kind: What came.
+        payload: Little-endian f32 logits, a packed hidden state, or nothing; a view.
+        hidden: The hidden state `[T, W]` in the width that the worker chose.
+    """
+
+    kind: ResultKind
+    payload: memoryview
+    hidden: HiddenBatch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedResult:
+    """A bad answer.
+
+    Args:
+        cause: "remote": the stage refused or failed, replay on the same route. "transport": the
+            answer cannot be trusted, the connection must go.
+        kind: Class name of the spec; "R-STATUS" for row 7.
+        text: The stage's own words, or what is wrong with the answer.
+    """
+
+    cause: Literal["remote", "transport"]
+    kind: str
+    text: str
+
+
+def check_result(result: Result, expected: ExpectedResult) -> AcceptedResult | FailedResult:
+    """Go through rows 7 to 10 of the table in spec 2.4; rows 1 to 6 are reading and matching."""
+    if result.status != 0:
+        return FailedResult(cause="remote", kind="R-STATUS", text=result.text or "(no reason)")
+    for kind, text in _result_faults(result, expected):
+        return FailedResult(cause="transport", kind=kind, text=text)
+    kind_of = ResultKind(result.result_kind)
+    hidden = None
+    if kind_of is ResultKind.HIDDEN_STATE:
+        bits = result.payload_bits or 32
+        hidden = HiddenBatch(expected.n_tokens, expected.hidden_width, bits, result.payload)
+    return AcceptedResult(kind=kind_of, payload=result.payload, hidden=hidden)
+
+
+def _result_faults(result: Result, expected: ExpectedResult) -> Faults:
+    size, bits = result.payload.nbytes, result.payload_bits or 32
+    is_hidden = result.result_kind == ResultKind.HIDDEN_STATE
+    if is_hidden and size:
+        if bits not in WIDTHS:
+            yield "R-DECODE", f"RESULT hidden-state of {bits} bits, expected 32, 16 or 8"
+        if size % (bits // 8) or size * 32 // bits > MAX_U32:
+            yield "R-DECODE", f"RESULT hidden-state of {size} bytes cannot be {bits}-bit values"
+    if result.result_hash != expected.result_hash:
+        got = f"{result.result_hash:016x}, expected {expected.result_hash:016x}"
+        yield "R-HASH", f"RESULT is for another prefix: hash {got}"
+    if not _admitted(result, expected, decoded_bytes=size * 32 // bits if is_hidden else size):
+        yield (
+            "R-KIND",
+            f"RESULT of kind {result.result_kind} with {size} bytes does not answer "
+            f"{expected.awaited.value} of {expected.n_tokens} tokens",
+        )
+
+
+def _admitted(result: Result, expected: ExpectedResult, *, decoded_bytes: int) -> bool:
+    """Row 10: whether the kind and size answer this request."""
+    match result.result_kind:
+        case ResultKind.ACK:
+            return decoded_bytes == 0 and expected.awaited is Awaited.CHUNK
+        case ResultKind.LOGITS:
+            return decoded_bytes == 4 * expected.n_vocab
+        case ResultKind.HIDDEN_STATE:
+            pipelined = expected.awaited is not Awaited.SPAN
+            if pipelined and expected.final_has_output:
+                return False
+            return decoded_bytes == 4 * expected.n_tokens * expected.hidden_width
+        case _:
+            return False
 
 
 class AnswerReader:

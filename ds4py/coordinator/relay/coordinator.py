@@ -32,6 +32,7 @@ from ds4py.coordinator.relay.telemetry import RouteTelemetry
 from ds4py.coordinator.relay.workers.dialer import Dialer
 from ds4py.coordinator.relay.workers.registration import WorkerRegistrar
 from ds4py.coordinator.relay.workers.registry import LinkId, Registry, WorkerRecord
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts
 from ds4py.errors import (
     CancelledError,
     ClusterError,
@@ -42,7 +43,6 @@ from ds4py.errors import (
 )
 from ds4py.peer.hello import coordinator_hello
 from ds4py.peer.known_peers import PeerIdentityLog
-from ds4py.peer.validation import CoordinatorFacts
 from ds4py.stage.executor import wait_for
 from ds4py.stage.stage import Stage
 from ds4py.tracing.events import TraceRecorder

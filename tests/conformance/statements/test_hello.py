@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ds4py.config import Address
-from ds4py.peer.validation import CoordinatorFacts, check_hello
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
 from ds4py.wire.messages import Hello
 from tests.by_hand import PROMPT
 from tests.clusters import Cluster, cluster, wait_until

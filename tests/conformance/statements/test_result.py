@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ds4py.coordinator.relay.answers import AcceptedResult, Awaited, ExpectedResult, check_result
 from ds4py.errors import Ds4Error
-from ds4py.peer.validation import AcceptedResult, Awaited, ExpectedResult, check_result
 from ds4py.wire.messages import Result
 from tests.by_hand import PROMPT
 from tests.clusters import wait_until

@@ -10,7 +10,7 @@ import pytest
 
 from ds4py.contracts import ForwardRequest
 from ds4py.layer_range import LayerRange
-from ds4py.peer.validation import RefusedWork, check_work
+from ds4py.worker.work_frames import RefusedWork, check_work
 from tests.by_hand import PROMPT
 from tests.clusters import wait_until
 from tests.conformance.statements.peer import (

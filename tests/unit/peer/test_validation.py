@@ -8,24 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.activations import HiddenBatch
-from ds4py.layer_range import LayerRange
-from ds4py.peer.validation import (
+from ds4py.coordinator.relay.answers import (
     AcceptedResult,
-    AcceptedWork,
     Awaited,
-    CoordinatorFacts,
     ExpectedResult,
     FailedResult,
-    RefusedWork,
-    WorkerFacts,
-    check_hello,
     check_result,
-    check_work,
 )
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
+from ds4py.layer_range import LayerRange
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, encode, error_result
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 from ds4py.wire.route import HopEntry, encode_route
+from ds4py.worker.work_frames import AcceptedWork, RefusedWork, WorkerFacts, check_work
 from tests.strategies import hellos, joined, peer_hellos, results, works
 
 WIDTH, VOCAB = 4, 10

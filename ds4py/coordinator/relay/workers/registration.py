@@ -12,10 +12,14 @@ from typing import Final, NoReturn
 
 from ds4py.config import Address
 from ds4py.coordinator.relay.workers.registry import WorkerRecord
-from ds4py.coordinator.relay.workers.worker_hello import RegistrarHost, refusal_of, register
+from ds4py.coordinator.relay.workers.worker_hello import (
+    RegistrarHost,
+    check_hello,
+    refusal_of,
+    register,
+)
 from ds4py.errors import ClusterError, RemoteProtocolError
 from ds4py.layer_range import LayerRange
-from ds4py.peer.validation import check_hello
 from ds4py.transport.connection import Connection
 from ds4py.wire.extensions import PeerHello, decode_peer_hello, encode_peer_hello
 from ds4py.wire.frames import EXT_HELLO, Frame, FrameType, type_name
