@@ -103,7 +103,10 @@ class Endpoint:
         meter.finished(done.finish, done.error)
 
     def _prepare(self, body: bytes, meter: RequestMeter) -> RequestState:
-        """Read a body and write its prompt (on a helper thread)."""
+        """Read a body and write its prompt (on a helper thread).
+
+        Whatever can be refused is refused here, before the queue: the grammar is compiled, too.
+        """
         service = self._service
         request = self._read(body)
         prompt = service.prompts.write(request)
@@ -125,7 +128,7 @@ class Endpoint:
             created=int(time.time()),
             model=request.model or service.model,
         )
-        state.meter.queued()
+        state.meter.queued()  # first: a generation thread may take it before `submit` returns
         handle = service.queue.submit(state)
         try:
             done = await self._deliver(handle, request, reply, receive, send)

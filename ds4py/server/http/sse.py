@@ -53,7 +53,7 @@ async def send_whole(handle: RequestHandle, reply: ResponseShape, send: Send) ->
     answer: Answer | None = None
     while not isinstance(event := await handle.next(), Done):
         if isinstance(event, Started):
-            answer = Answer()
+            answer = Answer()  # also the second time, which takes back what came before
         elif answer is not None and not isinstance(event, Queued | Prefilling | None):
             answer.add(event)
     if event.error is not None and answer is None:
@@ -82,6 +82,9 @@ async def send_stream(
         progress: Tell in comments how much of the prompt is evaluated, whenever that is known.
         keepalive: Longest silence, in seconds.
 
+    Returns:
+        The end, also of a reply that failed after its headers were sent.
+
     Raises:
         Exception: The request failed before the headers were sent.
     """
@@ -94,6 +97,7 @@ async def send_stream(
         return event
     await stream.write(*reply.started(event))
     while not isinstance(event := await stream.next_event(), Done):
+        # what was sent cannot be taken back, so a stream has no second `Started` to obey
         if not isinstance(event, Queued | Prefilling | Started):
             await stream.write(*reply.written(event))
     await stream.write(*reply.closing(event), more=False)

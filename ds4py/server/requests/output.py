@@ -139,7 +139,7 @@ class OutputProcessor:
     def take(self, token: Token) -> None:
         """Count a sampled token and emit what it makes certain."""
         self.tokens.append(token.id)
-        thinking = self._parts.thinking
+        thinking = self._parts.thinking  # before the push: a tag that ends it is reasoning itself
         self.n_reasoning += thinking
         self._meter.token(reasoning=thinking)
         if token.logprobs is not None and not thinking:
@@ -147,7 +147,7 @@ class OutputProcessor:
         if self._request.token_ids:
             self._unsent.append(token.id)
         self._show(self._parts.push(self._text.push(self._bytes(token.id))))
-        if self._unsent or self._logprobs:
+        if self._unsent or self._logprobs:  # the token made no text certain, but is told at once
             self._say(self._piece(""))
         if thinking and not self._parts.thinking and self._constraint is not None:
             self._constraint.start()  # the grammar is the answer's: reasoning is free
@@ -166,6 +166,7 @@ class OutputProcessor:
 
     def end(self, *, by_model: bool) -> bool:
         """Emit what was held back; tell whether the reply is at its own end."""
+        # what waited for a stop text is text first; only then can the parts be told to end
         self._show(self._parts.push(self._text.finish()))
         self._show(self._parts.finish(ended=by_model and not self._text.stopped))
         return by_model or self._text.stopped

@@ -66,6 +66,9 @@ class PromptWriter:
         backend: Of the same model: how much fits, and which ids there are.
         config: How system messages and earlier calls are written.
         memory: Where the model's own words for earlier calls are found.
+
+    Attributes:
+        text: As given.
     """
 
     def __init__(

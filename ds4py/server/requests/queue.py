@@ -73,8 +73,10 @@ class RequestHandle:
             return
         if reason is not None:
             self._reason = reason
+        # in this order: a thread that the release wakes must find it cancelled
         self._cancelled.set()
         self._room.release()  # wakes a thread that waits for a slow client
+        # one that runs already ends with the `Done` of its own thread: there is only ever one
         if self._forget(self):
             self._push(Done(finish="error", error=self._reason))
 
@@ -88,6 +90,8 @@ class RequestHandle:
         Raises:
             CancelledError: The request was cancelled, or the client takes nothing any more.
         """
+        # waited for on the generation thread, so a slow client holds its own session up, and no
+        # memory grows; the loop cannot wait here, and `Done` never does
         if not self._room.acquire(timeout=STALL_SECONDS):
             self.cancel()
         if self.is_cancelled():
@@ -160,6 +164,7 @@ class RequestQueue:
             if len(self._threads) < min(self._n_threads, busy + 1):
                 self._start_thread()  # first: if it fails, nobody takes a request without a client
             self._waiting.append(handle)
+            # with the lock held, or a later position could come first; telling never waits
             if len(self._running) + len(self._waiting) > self._n_threads:
                 handle.tell_position(len(self._waiting))
             self._changed.notify()
@@ -176,7 +181,7 @@ class RequestQueue:
             self._closed = True
             waiting = list(self._waiting)
             self._changed.notify_all()
-        for handle in waiting:
+        for handle in waiting:  # without the lock, which `cancel` takes to forget them
             handle.cancel(shutting_down())
         with self._changed:
             self._changed.wait_for(lambda: not self._running, grace)

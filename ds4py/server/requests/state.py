@@ -35,9 +35,9 @@ class TokenizedPrompt:
     calls: CallFormat | None = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """One run of a request.
+    """One run of a request; what a caller gives stays as it is, the rest is counted.
 
     Args:
         request: What was asked.
@@ -45,6 +45,8 @@ class RequestState:
         constraint: The grammar of the answer, which follows its tokens; None leaves it free.
         deadline: When to give up, in seconds of `time.monotonic`; None never.
         meter: Counts what it costs.
+
+    Attributes:
         evaluated: The prompt that is evaluated: another one of the same meaning may cost less, and
             a second attempt goes on behind the first one.
         began: When a generation thread took it, in seconds of `time.monotonic`.
@@ -56,15 +58,15 @@ class RequestState:
 
     request: GenerationRequest
     prompt: TokenizedPrompt
-    constraint: Constraint | None = field(default=None, compare=False, repr=False)
+    constraint: Constraint | None = None
     deadline: float | None = None
-    meter: RequestMeter = field(default_factory=unmetered, compare=False, repr=False)
-    evaluated: tuple[int, ...] = ()
-    began: float = 0.0
-    prefilled: float | None = None
-    n_prompt: int = 0
-    n_cached: int | None = None
-    n_spent: int = 0
+    meter: RequestMeter = field(default_factory=unmetered)
+    evaluated: tuple[int, ...] = field(default=(), init=False, repr=False)
+    began: float = field(default=0.0, init=False)
+    prefilled: float | None = field(default=None, init=False)
+    n_prompt: int = field(default=0, init=False)
+    n_cached: int | None = field(default=None, init=False)
+    n_spent: int = field(default=0, init=False)
 
     @property
     def is_late(self) -> bool:

@@ -238,6 +238,8 @@ class GenerationTask:
                     self._state.note_prefilled(event.n_cached)
                     self._emit(Started(self._state.n_prompt, self._state.n_cached or 0))
                 case Token():
+                    # between two tokens, never inside of calls (docs/spec/server-and-cli.md 4.3):
+                    # half a block is in no later prompt
                     if disk_prefixes is not None and not self._reply.in_block:
                         disk_prefixes.grown(session)
                     self._reply.take(event)
@@ -245,6 +247,7 @@ class GenerationTask:
                         self._reply.end(by_model=False)
                         return "stop"
                 case Finished(reason=FinishReason.CANCELLED):
+                    # time is a budget like any other once the prompt is evaluated
                     if self._state.is_late and self._state.prefilled is not None:
                         self._reply.end(by_model=False)
                         return "length"
@@ -255,7 +258,10 @@ class GenerationTask:
         raise LocalProtocolError("a generation ended without saying why")
 
     def _conclude(self, finish: Finish) -> Finish:
-        """Emit what is left of the reply, and take note of it."""
+        """Emit what is left of the reply, and take note of it.
+
+        All of that before the client hears of the end: it may send its next request at once.
+        """
         ids = self._reply.close()
         if ids:
             self._memory.tool_calls.remember(ids, self._reply.block)
