@@ -57,6 +57,8 @@ class _Spoken:
 
     def written(self) -> Sequence[Tokens]:
         """Return the visible transcripts."""
+        # a lock of its own: writing tokenizes a conversation, which may take seconds, and other
+        # conversations need not wait for it
         with self._lock:
             while self._views:
                 seen = self._views.pop(0)()
@@ -110,7 +112,7 @@ class ExactTokens:
         wanted = tuple(prompt)
         with self._lock:
             spoken = list(self._spoken.values())
-        for one in reversed(spoken):
+        for one in reversed(spoken):  # without the lock of all; the latest conversation first
             for seen in one.written() if one.opens(wanted) else ():
                 n_seen = len(seen)
                 if n_seen < len(wanted) and wanted[:n_seen] == seen and seen != one.tokens:

@@ -8,8 +8,7 @@ import pytest
 from ds4py.errors import RemoteWorkError
 from ds4py.server.api.chat.response import ChatReply
 from ds4py.server.api.completions.response import CompletionReply
-from ds4py.server.api.openai_reply import usage_of
-from ds4py.server.api.reply import rate, timings_of
+from ds4py.server.api.reply import openai_usage, rate, timings_of
 from ds4py.server.requests.events import (
     Answer,
     CallClosed,
@@ -55,7 +54,7 @@ def chunks(frames):
 
 
 def test_usage_counts_cached_and_written_tokens():
-    assert usage_of(TALLY) == {
+    assert openai_usage(TALLY) == {
         "prompt_tokens": 10,
         "completion_tokens": 3,
         "total_tokens": 13,
@@ -64,8 +63,8 @@ def test_usage_counts_cached_and_written_tokens():
 
 
 def test_usage_tells_the_tokens_of_the_reasoning():
-    usage = usage_of(replace(TALLY, n_reasoning=2))
-    assert usage == usage_of(TALLY) | {"completion_tokens_details": {"reasoning_tokens": 2}}
+    usage = openai_usage(replace(TALLY, n_reasoning=2))
+    assert usage == openai_usage(TALLY) | {"completion_tokens_details": {"reasoning_tokens": 2}}
 
 
 def test_reasoning_and_calls_stand_beside_the_content():
@@ -140,7 +139,7 @@ def test_a_whole_chat_reply():
                 "finish_reason": "stop",
             }
         ],
-        "usage": usage_of(TALLY),
+        "usage": openai_usage(TALLY),
         "timings": timings_of(TALLY),
     }
 
@@ -152,7 +151,7 @@ def test_a_whole_completion_reply():
         "created": 1780000000,
         "model": "m",
         "choices": [{"text": "Hello", "index": 0, "finish_reason": "stop"}],
-        "usage": usage_of(TALLY),
+        "usage": openai_usage(TALLY),
         "timings": timings_of(TALLY),
     }
 
@@ -167,7 +166,7 @@ def test_chat_chunks_have_no_usage_but_the_last():
         {"index": 0, "delta": {}, "finish_reason": "stop"},
     ]
     assert all(set(chunk) == {"id", "object", "created", "model", "choices"} for chunk in sent)
-    assert (last["choices"], last["usage"]) == ([], usage_of(TALLY))
+    assert (last["choices"], last["usage"]) == ([], openai_usage(TALLY))
     assert {chunk["object"] for chunk in [*sent, last]} == {"chat.completion.chunk"}
 
 
