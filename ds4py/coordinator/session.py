@@ -138,7 +138,7 @@ class ClusterSession:
             session=session_id,
             card=source.card,
             n_ctx=source.n_ctx,
-            sockets=source.sockets,
+            connector=source.connector,
             device_seconds=config.result_timeout,
             next_request_id=itertools.count(FIRST_REQUEST).__next__,
         )

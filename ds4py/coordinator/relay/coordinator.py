@@ -43,6 +43,8 @@ from ds4py.peer.validation import CoordinatorFacts
 from ds4py.stage.executor import DeviceThread
 from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
+from ds4py.transport.connector import Connector
+from ds4py.transport.security import PLAIN, Security
 from ds4py.wire.extensions import DROP, HOP_LOST, REWIND, Drop, HopLost, Notice, PeerHello
 from ds4py.wire.frames import coordinator_limits
 
@@ -62,6 +64,7 @@ class Coordinator:
         sockets: Socket options.
         local: The coordinator's own slice, owned and closed here; None if it owns none.
         trace: Where single spans leave their times; None keeps none.
+        security: Of every connection, dialled or accepted.
     """
 
     def __init__(
@@ -73,11 +76,13 @@ class Coordinator:
         *,
         local: ModelRunner | None = None,
         trace: TraceRecorder | None = None,
+        security: Security = PLAIN,
     ):
         self._card = card
         self._n_ctx = n_ctx
         self.config = config
         self.sockets = sockets
+        self.connector = Connector(sockets, security)
         self.local = None if local is None else DeviceThread(local, batching=config.batching)
         self._registry = Registry()
         self._links: dict[LinkId, Link] = {}

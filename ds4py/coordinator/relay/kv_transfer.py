@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ds4py.activations import F32
-from ds4py.config import SocketConfig
 from ds4py.contracts import ModelCard, SessionId
 from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.relay.route import Route
@@ -42,7 +41,7 @@ from ds4py.snapshot import (
 )
 from ds4py.stage.executor import DeviceThread
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import connect
+from ds4py.transport.connector import Connector
 from ds4py.wire.frames import FrameType, coordinator_limits
 from ds4py.wire.messages import (
     LoadBegin,
@@ -81,7 +80,7 @@ class Snapshots:
         session: Its id on every stage.
         card: The model.
         n_ctx: Tokens that a session can hold.
-        sockets: Socket options.
+        connector: Opens the connections.
         device_seconds: How long a stage may take until it has copied a cache, behind the spans of
             other sessions.
         next_request_id: Counts from `FIRST_REQUEST`.
@@ -90,7 +89,7 @@ class Snapshots:
     session: SessionId
     card: ModelCard
     n_ctx: int
-    sockets: SocketConfig
+    connector: Connector
     device_seconds: float
     next_request_id: Callable[[], int]
 
@@ -223,8 +222,7 @@ class Snapshots:
         """Connect to a hop for one operation that moves so many bytes; its loss ends that too."""
         limits = coordinator_limits(self.card.n_vocab, self.card.hidden_width, self.n_ctx)
         limits[FrameType.SNAPSHOT_BEGIN] += 4 * self.n_ctx  # a stranger may send the tokens along
-        sock = connect(hop.address, self.sockets, rounds=_CONNECT_ROUNDS)
-        connection = Connection(sock, self.sockets, limits)
+        connection = self.connector.connect(hop.address, limits, rounds=_CONNECT_ROUNDS)
         try:
             seconds = self.device_seconds + transfer_seconds(n_bytes)
             with route.watching((hop,), connection.close), time_limit(connection, seconds):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ds4py.activations import F32, HiddenBatch
-from ds4py.config import SocketConfig
 from ds4py.contracts import Cancelled, ModelCard, SessionId
 from ds4py.coordinator.chunked_prefill import RouteShape
 from ds4py.coordinator.relay.hop import Link
@@ -22,6 +21,7 @@ from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
 from ds4py.layer_range import LayerRange
 from ds4py.stage.executor import DeviceThread
+from ds4py.transport.connector import Connector
 from ds4py.wire.extensions import FORK, Notice
 from ds4py.wire.route import HopEntry, encode_route
 
@@ -113,8 +113,8 @@ class RouteSource(Protocol):
         """Tokens that one session can hold."""
 
     @property
-    def sockets(self) -> SocketConfig:
-        """Options of connections."""
+    def connector(self) -> Connector:
+        """Opens connections to hops."""
 
     def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
         """Return a current route, waiting for a lost worker to come back if that may help."""
