@@ -163,6 +163,74 @@ def test_only_config_reads_the_environment(path: Path) -> None:
     assert not names & {"os.environ", "os.environb", "os.getenv"}
 
 
+# --- connections ---------------------------------------------------------------------------------
+
+CONNECTOR, ACCEPTOR = "ds4py/transport/connector.py", "ds4py/transport/acceptor.py"
+# what makes or touches a connection, and where that may be done
+MADE_IN = {
+    "import socket": {"ds4py/transport/sockets.py", "ds4py/transport/stream.py"},
+    "Connection(": {CONNECTOR, ACCEPTOR},
+    "PlainStream(": {CONNECTOR, ACCEPTOR},
+    ".accept()": {ACCEPTOR, "ds4py/transport/sockets.py"},
+    "sockets.connect": {
+        CONNECTOR,
+        "ds4py/bench/selfcheck/llama.py",  # asks whether a foreign program listens already
+    },
+    "create_connection": set[str](),
+    "create_server": set(),
+    "open_connection": set(),
+    "start_server": set(),
+    "socketpair": set(),
+}
+
+
+def ways_to_a_connection(module: ast.AST) -> Iterator[str]:
+    """Every way to make or touch a connection that a module goes, named as in `MADE_IN`."""
+    for name, for_types in imported(module):
+        if name in {"socket", "_socket"} and not for_types:
+            yield "import socket"
+        if name == "ds4py.transport.sockets.connect":
+            yield "sockets.connect"
+    for node in ast.walk(module):
+        called = node.func if isinstance(node, ast.Call) else None
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        if name in {"Connection", "PlainStream"}:
+            yield f"{name}("
+        if isinstance(node, ast.Call) and name == "accept" and not (node.args or node.keywords):
+            yield ".accept()"
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            used = node.attr if isinstance(node, ast.Attribute) else node.id
+            if used in MADE_IN:
+                yield used
+        if ast.unparse(node) == "sockets.connect":
+            yield "sockets.connect"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_only_connector_and_acceptor_make_connections(path: Path) -> None:
+    """So that what comes before the first frame, such as encryption, is added in one place."""
+    strange = {way for way in ways_to_a_connection(tree(path)) if ids(path) not in MADE_IN[way]}
+    assert not strange, f"{ids(path)}: {strange}: ask a Connector or an Acceptor"
+
+
+def test_every_way_to_a_connection_is_found() -> None:
+    """A test of the test above, and of its exceptions: each is still needed."""
+    code = ast.parse(
+        "import socket\n"
+        "from ds4py.transport.sockets import connect\n"
+        "def f(listener, module):\n"
+        "    module.Connection(PlainStream(listener.accept()))\n"
+        "    module.create_connection(('', 1))\n"
+        "    machine.accept(3)\n"
+    )
+    assert set(ways_to_a_connection(code)) == {
+        *("import socket", "sockets.connect", "Connection(", "PlainStream("),
+        *(".accept()", "create_connection"),
+    }
+    used = {(way, ids(path)) for path in MODULES for way in ways_to_a_connection(tree(path))}
+    assert used == {(way, path) for way, paths in MADE_IN.items() for path in paths}
+
+
 # names that wait, all of which tests/unit/test_waits.py tries on a busy machine, and others
 POLICY = [path for path in MODULES if path.parent == ROOT / "ds4py" / "coordinator"]
 

@@ -174,12 +174,15 @@ class Listener:
         address: Where to listen; port 0 lets the system choose, an empty host takes all addresses.
         config: Options of accepted sockets.
 
+    Attributes:
+        config: As given.
+
     Raises:
         ConfigError: The address cannot be used; says why and what to do.
     """
 
     def __init__(self, address: Address, config: SocketConfig):
-        self._config = config
+        self.config = config
         self._sock = listen(address)
         self._sock.setblocking(False)  # a caller may be gone again when we accept
         set_options(self._sock, config)
@@ -206,7 +209,7 @@ class Listener:
                     time.sleep(RETRY_PAUSE)
                 continue
             sock.setblocking(True)
-            set_options(sock, self._config)
+            set_options(sock, self.config)
             return sock
         return None
 

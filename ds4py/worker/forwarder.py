@@ -22,9 +22,10 @@ from typing import Final
 from ds4py.config import Address
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
 from ds4py.stage.scheduler import MAX_BATCH
-from ds4py.transport.connection import Buffer, Connection
+from ds4py.transport.connection import Connection
 from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
+from ds4py.transport.stream import Buffer
 from ds4py.wire.frames import Frame, FrameType, type_name
 from ds4py.wire.messages import Result, Telemetry, Work, encode, error_result
 from ds4py.wire.work_messages import RelayedResult, ResultHeader

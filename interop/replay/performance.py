@@ -18,7 +18,6 @@ from typing import Final
 from ds4py.activations import F32
 from ds4py.config import Address
 from ds4py.errors import Ds4Error, PeerClosedError
-from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import EXT_HELLO, HEADER_BYTES
 from ds4py.wire.messages import ErrorText, Hello, Result, WireMessage, Work, decode, encode
@@ -36,6 +35,7 @@ from interop.replay.names import Names
 from interop.replay.recording import COORDINATOR, LIMITS, Conversation, Scenario
 from interop.replay.script import script
 from interop.replay.steps import Answer, Ask, HangUp, Hear, HungUp, Open, Say, Start, Step, Stop
+from tests.sockets import frames_over
 
 _MOMENT: Final = 0.05
 
@@ -99,7 +99,7 @@ class _Line:
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
-        self.connection = Connection(sock, SOCKETS, LIMITS)
+        self.connection = frames_over(sock, LIMITS)
 
     def receive(self) -> WireMessage | None:
         """Return the next message; None at the end of the stream."""

@@ -24,9 +24,10 @@ import psutil
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.workers.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.coordinator.session_pool import SessionPool
+from ds4py.transport.acceptor import Acceptor
 from ds4py.transport.sockets import Listener
 from tests.clusters import ANY_PORT, SOCKETS, span, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
@@ -299,7 +300,7 @@ class Fleet:
 
     coordinator: Coordinator
     backend: SessionPool
-    port: ProtocolDemux
+    port: Acceptor
     stages: list[Stage]
     doors: list[Door]
 
@@ -359,7 +360,7 @@ def fleet(
         own = None if local is None else FakeRunner(span(local))
         coordinator = Coordinator(card(), N_CTX, built, SOCKETS, local=own)
         stack.callback(coordinator.close)
-        port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+        port = coordinator_port(Listener(ANY_PORT, SOCKETS), coordinator)
         stack.callback(port.close)
         port.start()
         made = Fleet(coordinator, SessionPool(coordinator, 1), port, stages, ways)

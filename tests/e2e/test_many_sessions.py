@@ -145,7 +145,7 @@ def two_workers(toy: Path, n_sessions: int) -> Iterator[Node]:
         )
         listeners = stack.enter_context(open_listeners(config, None, SOCKETS))
         built = stack.enter_context(open_node(engine(toy), config, SOCKETS))
-        stack.enter_context(join_cluster(built, listeners, SOCKETS))
+        stack.enter_context(join_cluster(built, listeners))
         wait_until(lambda: built.backend.health().ready, "the route is complete")
         yield built
 

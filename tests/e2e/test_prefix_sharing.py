@@ -300,7 +300,7 @@ def node(toy: Path, cuts: Sequence[str], n_sessions: int, *, own: str | None) ->
         )
         listeners = stack.enter_context(open_listeners(config, None, SOCKETS))
         built = stack.enter_context(open_node(engine(toy, n_slots=n_sessions), config, SOCKETS))
-        stack.enter_context(join_cluster(built, listeners, SOCKETS))
+        stack.enter_context(join_cluster(built, listeners))
         wait_until(lambda: built.backend.health().ready, "the route is complete")
         yield built
 

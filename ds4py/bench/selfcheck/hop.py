@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import numpy as np
@@ -26,9 +26,9 @@ from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.errors import ClusterError
 from ds4py.layer_range import LayerRange
-from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import Listener, Socket
-from ds4py.wire.frames import HEADER_BYTES, FrameType
+from ds4py.transport.connector import Connector
+from ds4py.transport.stream import Stream
+from ds4py.wire.frames import HEADER_BYTES, FrameType, encode_frame
 
 FRAME_BYTES: Final = 256 << 20
 _N_TOKENS: Final = 300
@@ -129,38 +129,30 @@ def frame_rates(rounds: int, n_bytes: int) -> tuple[list[float], list[float]]:
         n_bytes: Of a frame's body.
     """
     with ExitStack() as stack:
-        listener = stack.enter_context(closing(Listener(LOOPBACK, SocketConfig())))
-        command = [
-            sys.executable,
-            "-m",
-            "ds4py.bench.selfcheck.null_runner",
-            "frames",
-            listener.address.port,
-        ]
-        stack.enter_context(running("sender of frames", [*command, n_bytes], 1))
-        sock = listener.accept()
-        assert sock is not None  # the listener is not closed
-        connection = Connection(sock, SocketConfig(), {FrameType.RESULT: n_bytes})
+        command = [sys.executable, "-m", "ds4py.bench.selfcheck.null_runner", "frames", n_bytes]
+        sender = stack.enter_context(running("sender of frames", command, 1))
+        address = Address(LOOPBACK.host, int(sender.ask("")))
+        connection = Connector(SocketConfig()).connect(address, {FrameType.RESULT: n_bytes})
         stack.callback(connection.close)
         there = np.ones(HEADER_BYTES + n_bytes, np.uint8).data
         ways: tuple[Callable[[], object], ...] = (
             connection.receive,
-            lambda: _read_all(sock, there),
+            lambda: _read_all(connection.stream, there),
         )
         rates: tuple[list[float], list[float]] = ([], [])
         for turn in range(rounds + 1):
             for way, own in zip(ways, rates, strict=True):
-                sock.sendall(b"!")
+                connection.send(encode_frame(FrameType.WORK, b""))
                 rate = 1e-9 * n_bytes / _seconds(way)
                 if turn:
                     own.append(rate)
     return rates
 
 
-def _read_all(sock: Socket, buffer: memoryview) -> None:
+def _read_all(stream: Stream, buffer: memoryview) -> None:
     done = 0
     while done < len(buffer):
-        count = sock.recv_into(buffer[done:])
+        count = stream.recv_into(buffer[done:])
         if not count:
             raise ClusterError("the sender of frames has ended")
         done += count

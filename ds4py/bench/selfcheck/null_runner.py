@@ -24,8 +24,9 @@ from ds4py.contracts import (
 )
 from ds4py.errors import Ds4Error, SnapshotError
 from ds4py.layer_range import LayerRange, LayerSpec
+from ds4py.transport.acceptor import Acceptor, CallerLimits
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import connect
+from ds4py.transport.sockets import Listener
 from ds4py.wire.frames import FrameType, encode_header
 from ds4py.worker.worker import Worker
 
@@ -135,13 +136,20 @@ def serve_stage(layer: int, n_layers: int) -> None:
     worker.close()
 
 
-def send_frames(port: int, n_bytes: int) -> None:
-    """Send a frame with a body of so many bytes whenever a byte arrives."""
-    sock = connect(Address(LOOPBACK.host, port), SocketConfig())
+def send_frames(n_bytes: int) -> None:
+    """Send a frame with a body of so many bytes for each that arrives, until stdin ends."""
     frame = [encode_header(FrameType.RESULT, n_bytes), b"\x01" * n_bytes]
-    connection = Connection(sock, SocketConfig(), {})
-    while sock.recv(1):
-        connection.send(frame)
+
+    def answer(connection: Connection) -> None:
+        while connection.receive() is not None:
+            connection.send(frame)
+
+    listener = Listener(LOOPBACK, SocketConfig())
+    acceptor = Acceptor(listener, answer, frames={}, limits=CallerLimits())
+    acceptor.start()
+    _say(acceptor.address.port)
+    sys.stdin.read()
+    acceptor.close()
 
 
 def _say(answer: object) -> None:
@@ -150,5 +158,8 @@ def _say(answer: object) -> None:
 
 
 if __name__ == "__main__":
-    kind, first, second = sys.argv[1:]
-    {"stage": serve_stage, "frames": send_frames}[kind](int(first), int(second))
+    kind, *numbers = sys.argv[1:]
+    if kind == "stage":
+        serve_stage(*map(int, numbers))
+    else:
+        send_frames(*map(int, numbers))

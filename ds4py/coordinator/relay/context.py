@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ds4py.config import CoordinatorConfig, SocketConfig
+from ds4py.config import CoordinatorConfig
 from ds4py.contracts import ModelCard
+from ds4py.transport.connector import Connector
 
 FIRST_TRANSFER: Final = 1 << 63
 """Request ids of saved sessions count from here (docs/spec/wire-protocol.md 3)."""
@@ -30,7 +31,7 @@ class RelayContext:
         card: The model.
         n_ctx: Tokens that one session can hold.
         config: Widths, deadlines, pipelining.
-        sockets: Socket options.
+        connector: Opens connections to hops.
         next_request_id: 1, 2, 3 ...; never reused, whatever the session or the connection.
         next_transfer_id: The same for saved sessions, from `FIRST_TRANSFER` on.
     """
@@ -38,6 +39,6 @@ class RelayContext:
     card: ModelCard
     n_ctx: int
     config: CoordinatorConfig
-    sockets: SocketConfig
+    connector: Connector
     next_request_id: Callable[[], int] = field(default_factory=lambda: _counter(1))
     next_transfer_id: Callable[[], int] = field(default_factory=lambda: _counter(FIRST_TRANSFER))

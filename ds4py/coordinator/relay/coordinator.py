@@ -47,6 +47,8 @@ from ds4py.stage.executor import wait_for
 from ds4py.stage.stage import Stage
 from ds4py.tracing.events import TraceRecorder
 from ds4py.transport.connection import Connection
+from ds4py.transport.connector import Connector
+from ds4py.transport.security import PLAIN, Security
 from ds4py.wire.extensions import DROP, HOP_LOST, REWIND, Drop, HopLost, Notice, PeerHello
 from ds4py.wire.frames import coordinator_limits
 
@@ -66,6 +68,7 @@ class Coordinator:
         sockets: Socket options.
         local: The coordinator's own slice, owned and closed here; None if it owns none.
         trace: Where single spans leave their times; None keeps none.
+        security: Of every connection, dialled or accepted.
     """
 
     def __init__(
@@ -77,11 +80,13 @@ class Coordinator:
         *,
         local: ModelRunner | None = None,
         trace: TraceRecorder | None = None,
+        security: Security = PLAIN,
     ):
         self._card = card
         self._n_ctx = n_ctx
         self.config = config
         self.sockets = sockets
+        self.connector = Connector(sockets, security)
         self.local = None if local is None else Stage(local, batching=config.batching)
         self._registry = Registry()
         self._links: dict[LinkId, Link] = {}
@@ -94,7 +99,9 @@ class Coordinator:
         self._watched: dict[object, tuple[Collection[WorkerRecord], Lost]] = {}
         self._closed = False
         self._link_ids = itertools.count(1)
-        self._context = RelayContext(card=card, n_ctx=n_ctx, config=config, sockets=sockets)
+        self._context = RelayContext(
+            card=card, n_ctx=n_ctx, config=config, connector=self.connector
+        )
         self._sessions: set[SessionId] = set()
         self.telemetry = RouteTelemetry(trace)
         self.known_peers = PeerIdentityLog(card)

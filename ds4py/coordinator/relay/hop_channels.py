@@ -32,7 +32,6 @@ from ds4py.errors import ClusterError, Ds4Error, TransportError
 from ds4py.peer.handshake import ask
 from ds4py.stage.scheduler import MAX_BATCH
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import connect
 from ds4py.wire.extensions import PeerHello
 
 log = logging.getLogger(__name__)
@@ -193,8 +192,9 @@ def dial_priority_channel(
     Raises:
         Ds4Error: The data port is not reached, or somebody else is behind it.
     """
-    sock = connect(record.address, host.sockets, rounds=1, stopped=stopped)
-    connection = Connection(sock, host.sockets, host.result_limits())
+    connection = host.connector.connect(
+        record.address, host.result_limits(), rounds=1, stopped=stopped
+    )
     try:
         if record.features:
             _greet(connection, record, host)

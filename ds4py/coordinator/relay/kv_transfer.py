@@ -43,7 +43,6 @@ from ds4py.snapshot import (
 from ds4py.stage.executor import wait_for
 from ds4py.stage.stage import Stage
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType, coordinator_limits
 from ds4py.wire.messages import (
     LoadBegin,
@@ -179,14 +178,10 @@ class KvTransfer:
     @contextmanager
     def _talk(self, hop: WorkerRecord, n_bytes: int) -> Iterator[Connection]:
         """Connect to a hop for one operation that moves so many bytes; its loss ends that too."""
-        limits = coordinator_limits(
-            self._card.n_vocab, self._card.hidden_width, self._context.n_ctx
-        )
-        limits[FrameType.SNAPSHOT_BEGIN] += (
-            4 * self._context.n_ctx
-        )  # a stranger may send the tokens along
-        sock = connect(hop.address, self._context.sockets, rounds=_CONNECT_ROUNDS)
-        connection = Connection(sock, self._context.sockets, limits)
+        n_ctx = self._context.n_ctx
+        limits = coordinator_limits(self._card.n_vocab, self._card.hidden_width, n_ctx)
+        limits[FrameType.SNAPSHOT_BEGIN] += 4 * n_ctx  # a stranger may send the tokens along
+        connection = self._context.connector.connect(hop.address, limits, rounds=_CONNECT_ROUNDS)
         try:
             seconds = self._device_seconds + transfer_seconds(n_bytes)
             with self._route.watching((hop,), connection.close), time_limit(connection, seconds):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import struct
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from ds4py.config import WorkerTuning
-from ds4py.transport.sockets import connect
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
 from tests.clusters import wait_until
@@ -179,7 +177,7 @@ def test_statement_058_an_unreachable_next_hop(monkeypatch) -> None:
 
     The session has advanced all the same (15, Q37): without a reset, the same span is a mismatch.
     """
-    monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=2))
+    monkeypatch.setattr(worker_module, "NEXT_HOP_ROUNDS", 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     hops = [Hop(0, 2), Hop(3, 5, 1, b"127.0.0.1", port)]

@@ -11,23 +11,23 @@ import pytest
 from ds4py import __version__
 from ds4py.config import Address, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.workers.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.layer_range import LayerSpec
 from ds4py.peer import handshake as handshake_module
 from ds4py.peer.handshake import PLAIN_SECONDS, PlainMemory
 from ds4py.peer.hello import build_id
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import Listener, connect
+from ds4py.transport.connector import Connector
+from ds4py.transport.sockets import Listener
 from ds4py.wire.extensions import CANCEL, DROP, FORK, HOP_LOST, REWIND, encode_peer_hello
 from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText
-from ds4py.worker import registration as enlistment_module
 from ds4py.worker import worker as worker_module
 from tests.by_hand import PROMPT, QUICK, WHOLE, dialling, n_workers
 from tests.clusters import ANY_PORT, SOCKETS, cluster, span, start_worker, wait_until
 from tests.fake_runner import WIDTH, FakeRunner, card
 from tests.peers import N_CTX
-from tests.sockets import Background
+from tests.sockets import Background, frames_over
 from tests.unit.peer.extended import calling, exchange, extended_worker, worker_hello
 
 FEATURES = {CANCEL, DROP, FORK, HOP_LOST, REWIND}
@@ -116,7 +116,7 @@ def test_another_file_of_the_same_model_is_a_warning_with_both_fingerprints(
     route = () if dialled is None else (RouteEntry(dialled.address),)
     config = replace(QUICK, route=route)
     coordinator = Coordinator(replace(card(), fingerprint=ours), 64, config, SOCKETS)
-    port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(ANY_PORT, SOCKETS), coordinator)
     port.start()
     coordinator.start()
     worker = dialled or start_worker(runner, coordinator=port.address)
@@ -157,7 +157,7 @@ class Door:
         sock = Background(self.listener.accept).result()
         assert sock is not None
         limits = worker_limits(N_CTX, WIDTH) | {FrameType.HELLO: 167}
-        connection = Connection(sock, SOCKETS, limits)
+        connection = frames_over(sock, limits)
         frame = Background(connection.receive).result()
         assert frame is not None
         if close:
@@ -174,7 +174,7 @@ def test_a_plain_coordinator_that_gives_way_to_a_ds4py_is_found_again(monkeypatc
         assert door.next_type()[0] == FrameType.HELLO
     door.listener.close()
     coordinator = Coordinator(card(), 64, QUICK, SOCKETS)
-    port = ProtocolDemux(Listener(door.address, SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(door.address, SOCKETS), coordinator)
     port.start()
     wait_until(lambda: bool(coordinator._registry.records), "it has come")
     assert coordinator._registry.records[0].features == FEATURES
@@ -188,11 +188,13 @@ def test_a_coordinator_that_dies_during_the_handshake_is_not_taken_for_a_plain_o
 ) -> None:
     attempts: list[int] = []
 
+    connect = Connector.connect
+
     def counted(*args, rounds: int, **more):
         attempts.append(rounds)
         return connect(*args, rounds=1, **more)
 
-    monkeypatch.setattr(enlistment_module, "connect", counted)
+    monkeypatch.setattr(Connector, "connect", counted)
     door = Door()
     worker = start_worker(FakeRunner(WHOLE), coordinator=door.address)
     kind, connection = door.next_type(close=False)

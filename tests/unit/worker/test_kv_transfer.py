@@ -335,7 +335,7 @@ def test_a_stream_that_ends_in_the_middle_changes_nothing(n_bytes) -> None:
         with driver(worker.address) as loader:
             loader.connection.send(encode(load_begin(PROMPT, payload)))
             loader.connection.send(encode(chunk(payload[:n_bytes])))
-        wait_until(lambda: len(worker._served) == 1, "the other connection ended")
+        wait_until(lambda: worker.n_callers == 1, "the other connection ended")
         d.check(OTHER, [7])
 
 
@@ -368,7 +368,7 @@ def test_a_load_may_push_out_a_session_that_nobody_holds_but_no_other() -> None:
             holder.check([], OTHER)
             assert "slots" in push(d.connection, begin, payload).text
             holder.check(OTHER, [7])
-        wait_until(lambda: len(worker._served) == 1, "the holder ended")
+        wait_until(lambda: worker.n_callers == 1, "the holder ended")
         assert not push(d.connection, begin, payload).status
         d.check(PROMPT, [7], session=2)
 
@@ -411,7 +411,7 @@ def test_a_peer_that_sends_too_slowly_is_closed(monkeypatch) -> None:
 
         with pytest.raises(PeerClosedError):
             Background(drip).result()
-        wait_until(lambda: len(worker._served) == 1, "the slow connection ended")
+        wait_until(lambda: worker.n_callers == 1, "the slow connection ended")
         d.check(OTHER, [7])
 
 
@@ -425,7 +425,7 @@ def test_a_peer_that_takes_too_slowly_is_closed(monkeypatch) -> None:
             patched.setattr(shard_transfer, "GRACE_SECONDS", 0.2)
             patched.setattr(shard_transfer, "_SLOWEST", 1 << 30)
             saver.connection.send(encode(save_request(tokens, layers)))
-            wait_until(lambda: len(worker._served) == 1, "the slow connection ended")
+            wait_until(lambda: worker.n_callers == 1, "the slow connection ended")
         assert pull(d.connection, save_request(tokens, layers))[1] == parts
 
 

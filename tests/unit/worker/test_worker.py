@@ -138,7 +138,7 @@ def test_connections_are_bounded_and_one_that_ends_makes_room(monkeypatch) -> No
                 second.check([], PROMPT)
                 with driver(w.address, at_work) as third:
                     assert Background(third.connection.receive).result() is None
-            wait_until(lambda: len(w._served) == 1, "the second one has ended")
+            wait_until(lambda: w.n_callers == 1, "the second one has ended")
             with driver(w.address, at_work) as fourth:
                 fourth.check([], PROMPT)
 
@@ -149,7 +149,7 @@ def test_an_error_frame_ends_the_connection_and_is_logged_once(caplog) -> None:
             with driver(w.address, entry(span("0-5"))) as d:
                 d.connection.send(encode(ErrorText.of("no room for you")))
                 assert Background(d.connection.receive).result() is None
-        wait_until(lambda: not w._served, "the connections ended")
+        wait_until(lambda: w.n_callers == 0, "the connections ended")
     assert caplog.text.count("no room for you") == 1
 
 
@@ -268,7 +268,7 @@ def test_an_orderly_end_finishes_what_was_read() -> None:
     with driven(before=gate) as (_, d):
         for n in range(3):
             d.ask([0] * n, [0])
-        d.connection._sock.shutdown(1)  # we say no more, but listen
+        d.connection.stream.sock.shutdown(1)  # we say no more, but listen
         gate.open.set()
         assert [d.answer().status for _ in range(3)] == [0, 0, 0]
         assert Background(d.connection.receive).result() is None
@@ -281,7 +281,7 @@ def test_a_protocol_error_drops_what_waits() -> None:
             for n in range(3):
                 d.ask([0] * n, [0])
             assert gate.entered.wait(20)
-            d.connection._sock.sendall(b"nonsense here")
+            d.connection.send([b"nonsense here"])
             wait_until(lambda: not w._upstreams, "the connection ended")
             gate.open.set()
             assert Background(lambda: _end(d.connection)).result()

@@ -11,7 +11,7 @@ import logging
 import threading
 from typing import Final, Protocol
 
-from ds4py.config import Address, CoordinatorConfig, RouteEntry, SocketConfig
+from ds4py.config import Address, CoordinatorConfig, RouteEntry
 from ds4py.contracts import ModelCard
 from ds4py.coordinator.relay.workers import worker_hello
 from ds4py.coordinator.relay.workers.registry import WorkerRecord
@@ -20,7 +20,7 @@ from ds4py.errors import ClusterError, ConfigError, Ds4Error
 from ds4py.layer_range import LayerRange
 from ds4py.peer.handshake import PlainMemory, ask
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import connect
+from ds4py.transport.connector import Connector
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.messages import ErrorText, encode
 
@@ -34,7 +34,7 @@ class DialerHost(worker_hello.RegistrarHost, Protocol):
     """What a dialer needs of its coordinator."""
 
     config: CoordinatorConfig
-    sockets: SocketConfig
+    connector: Connector
 
     @property
     def card(self) -> ModelCard:
@@ -129,13 +129,12 @@ class Dialer:
 
     def _connect(self) -> None:
         # one round: the pause between attempts is ours, and start order does not matter
-        sock = connect(
+        connection = self._host.connector.connect(
             self._entry.address,
-            self._host.sockets,
+            self._host.result_limits(),
             rounds=1,
             stopped=self._stopping.is_set,
         )
-        connection = Connection(sock, self._host.sockets, self._host.result_limits())
         self._connection = connection
         if self._stopping.is_set():  # `stop` did not see it
             connection.close()
