@@ -32,7 +32,7 @@ QUICK = CoordinatorConfig(rejoin_timeout=0.2, result_timeout=20)
 
 
 def n_workers(c: Cluster) -> int:
-    return len(c.coordinator._registry.records)
+    return len(c.coordinator.workers.registry.records)
 
 
 def joined(c: Cluster, n: int) -> None:

@@ -232,6 +232,38 @@ def test_every_way_to_a_connection_is_found() -> None:
 
 
 # names that wait, all of which tests/unit/test_waits.py tries on a busy machine, and others
+LONGEST_CLASS = 250
+LONG_CLASSES = {
+    "LocalRunner": "the whole of one contract; its caches want a table of their own",
+    "ClusterSession": "one timeline, and every way in which a stage may fail it",
+    "DiskCache": "one folder, one lock, and every step that must hold it",
+    "PipelinedRun": "one loop with its state, each step of it a method",
+    "DataConnection": "one reader with everything that a frame may lead to",
+}
+"""Classes that may be longer, and why."""
+
+
+def test_a_class_can_be_read_at_one_go() -> None:
+    found = {
+        node.name: node.end_lineno - node.lineno + 1
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and node.end_lineno is not None
+    }
+    long = {name: n for name, n in found.items() if n > LONGEST_CLASS}
+    assert set(long) == set(LONG_CLASSES), long
+
+
+def test_no_two_rooms_have_classes_of_one_name() -> None:
+    rooms: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                rooms.setdefault(node.name, set()).add(room(path))
+    shared = {name: sorted(homes) for name, homes in rooms.items() if len(homes) > 1}
+    assert not shared
+
+
 POLICY = [path for path in MODULES if path.parent == ROOT / "ds4py" / "coordinator"]
 
 

@@ -146,9 +146,9 @@ def test_a_live_coordinator_answers_like_the_recorded_one(case) -> None:
             assert decode(frame).text.startswith(recorded["message"])
         if case["closed_by_peer"]:
             assert read_to_end(sock) == b""
-            assert not coordinator._registry.records
+            assert not coordinator.workers.registry.records
         else:
-            wait_until(lambda: len(coordinator._registry.records) == 1, "it is registered")
+            wait_until(lambda: len(coordinator.workers.registry.records) == 1, "it is registered")
             sock.settimeout(0.05)
             with pytest.raises(TimeoutError):
                 sock.recv(1)

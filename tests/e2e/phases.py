@@ -312,7 +312,7 @@ class Fleet:
 
     def links(self) -> dict[int, LinkId]:
         """Connections of the coordinator by the first layer behind them."""
-        return {r.layers.start: r.link for r in self.coordinator._registry.records}
+        return {r.layers.start: r.link for r in self.coordinator.workers.registry.records}
 
     def wait_new_link(self, old: LinkId) -> None:
         """Wait until all stages are known again, one of them over another connection."""
@@ -324,7 +324,7 @@ class Fleet:
         wait_until(is_back, "the stage is back")
 
     def wait_known(self, n_stages: int) -> None:
-        registry = self.coordinator._registry
+        registry = self.coordinator.workers.registry
         wait_until(lambda: len(registry.records) == n_stages, f"{n_stages} stages are known")
 
 

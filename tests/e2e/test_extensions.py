@@ -78,7 +78,7 @@ def test_a_stopped_worker_is_noticed_and_the_stream_goes_on_exactly(
 
 
 def known(server: LocalServer, n_workers: int) -> None:
-    registry = server.node.coordinator._registry
+    registry = server.node.coordinator.workers.registry
     wait_for(lambda: len(registry.records) == n_workers, f"{n_workers} workers are registered")
 
 

@@ -246,7 +246,7 @@ def test_sessions_of_a_lost_connection_give_way_without_being_asked(
     coordinator, workers = route
     first, second = session(coordinator, 1), session(coordinator, 2)
     first.sync(other(400, 5))
-    for link in list(coordinator._links.values()):
+    for link in list(coordinator.workers.links.values()):
         link.connection.close()
     session_table = workers[1].stage.sessions
     wait_until(lambda: not any(t.owners for t in session_table._sessions.values()), "an orphan")

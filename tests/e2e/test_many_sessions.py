@@ -369,19 +369,19 @@ def test_a_second_connection_that_breaks_costs_its_session_a_replay_and_others_n
         asking = Background(lambda: decoding.eval(7))
         (channels,) = (
             channels
-            for channels in c.coordinator._channels.values()
+            for channels in c.coordinator.workers.channels.values()
             if channels.bulk.carries_chunks
         )
         wait_until(
             lambda: bool(channels._priority and channels._priority._pending), "the token is on it"
         )
-        before = c.coordinator._registry.generation
+        before = c.coordinator.workers.registry.generation
         assert channels._priority is not None
         channels._priority.connection.close()
         stages.go()
         np.testing.assert_array_equal(asking.result(), reference_logits([1, 2, 3, 7]))
         np.testing.assert_array_equal(long.result().logits, reference_logits(PROMPT))
         np.testing.assert_array_equal(idle.eval(8), reference_logits([4, 5, 6, 8]))
-        assert c.coordinator._registry.generation == before
+        assert c.coordinator.workers.registry.generation == before
         chunks = [b for b in stages.begun if b.session == prompt.session_id]
         assert len(chunks) == 2 * len(PROMPT) // 2  # at two stages, each of them once

@@ -21,6 +21,7 @@ from ds4py.coordinator.relay.hop import HopReply
 from ds4py.coordinator.relay.profile import RunProfile
 from ds4py.coordinator.relay.route import Route
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteWorkError
+from ds4py.stage.executor import wait_for
 from ds4py.tracing.events import now_usec
 from ds4py.wire.frames import MAX_U32
 from ds4py.wire.messages import Result, ResultKind
@@ -144,16 +145,24 @@ class AnswerReader:
     Args:
         route: Who answers.
         card: The model.
-        pipelined: Whether chunks overlap, which decides the admitted answers.
         profile: Where times are left, if anywhere.
+        pipelined: Whether chunks overlap, which decides the admitted answers.
+        timeout: Seconds that the coordinator's own device may take for the output head.
     """
 
     def __init__(
-        self, route: Route, card: ModelCard, profile: RunProfile | None, *, pipelined: bool
+        self,
+        route: Route,
+        card: ModelCard,
+        profile: RunProfile | None,
+        *,
+        pipelined: bool,
+        timeout: float,
     ):
         self._route = route
         self._card = card
         self._pipelined = pipelined
+        self._timeout = timeout
         self._profile = profile
 
     def read(self, chunk: Chunk, reply: HopReply) -> F32 | None:
@@ -187,12 +196,13 @@ class AnswerReader:
 
     def _apply_head(self, hidden: HiddenBatch, n_rows: int) -> F32:
         """Take hidden states for logits; a peer may send some where nobody can use them."""
-        apply_head = self._route.apply_head
-        if apply_head is None:
+        local = self._route.local
+        if local is None or not self._route.local_head:
             text = "hidden states, expected logits: this coordinator has no output head"
             raise self._failure(FailedResult(cause="transport", kind="R-KIND", text=text))
         ends = range(hidden.rows - n_rows + 1, hidden.rows + 1)
-        return np.stack([apply_head(hidden.head(end)) for end in ends])
+        rows = [local.apply_head(hidden.head(end)) for end in ends]
+        return np.stack([wait_for(row, self._timeout) for row in rows])
 
     def _expected(self, chunk: Chunk) -> ExpectedResult:
         if not self._pipelined:

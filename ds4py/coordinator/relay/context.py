@@ -23,7 +23,7 @@ def _counter(first: int) -> Callable[[], int]:
     return itertools.count(first).__next__
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RelayContext:
     """What a route needs besides its stages.
 

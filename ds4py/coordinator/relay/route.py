@@ -11,21 +11,18 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from ds4py.activations import F32, HiddenBatch
 from ds4py.coordinator.chunk_size import StageKey
 from ds4py.coordinator.chunked_prefill import Chunk
 from ds4py.coordinator.relay.hop import Link
 from ds4py.coordinator.relay.hop_channels import HopChannels
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
+from ds4py.coordinator.relay.workers.membership import Lost
 from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.layer_range import LayerRange
 from ds4py.stage.stage import Stage
 from ds4py.wire.extensions import FORK, Notice
 from ds4py.wire.messages import WorkFlags
 from ds4py.wire.route import HopEntry, encode_route
-
-Lost = Callable[[], None]
-"""Told of a loss, on any thread; must return at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +48,7 @@ class Route:
         channels: Connections to hop 0; None without hops.
         blob: Encoded route, forwarded unchanged by every hop.
         local: The coordinator's own layers; None if it owns none.
-        apply_head: Turns the last row of a hidden batch into logits, for a headless last hop; None
-            where the coordinator has no head.
+        local_head: Whether own layers can apply the output head, for a headless last hop.
         telemetry: Where results leave their timings.
         tell: Sends a notice to those of some hops that have a feature.
         watching: While it is entered, a function is called if one of some hops is lost; at once if
@@ -65,7 +61,7 @@ class Route:
     channels: HopChannels | None
     blob: bytes
     local: Stage | None
-    apply_head: Callable[[HiddenBatch], F32] | None
+    local_head: bool
     telemetry: RouteTelemetry
     tell: Callable[[Iterable[WorkerRecord], str, Notice], None]
     watching: Callable[[Collection[WorkerRecord], Lost], AbstractContextManager[None]]
@@ -80,6 +76,12 @@ class Route:
     def local_layers(self) -> LayerRange | None:
         """The coordinator's own layers."""
         return None if self.local is None else self.local.layers
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages in order, for the log."""
+        own = [] if self.local_layers is None else [f"coordinator (layers {self.local_layers})"]
+        return own + [hop.name for hop in self.hops]
 
     @property
     def stage_keys(self) -> list[StageKey]:

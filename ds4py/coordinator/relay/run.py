@@ -89,7 +89,13 @@ class PipelinedRun:
         self._profile = profile_run(
             route.telemetry.trace, session, route.hops, chunks, log_decode=config.decode_profile
         )
-        self._answers = AnswerReader(route, context.card, self._profile, pipelined=self._pipelined)
+        self._answers = AnswerReader(
+            route,
+            context.card,
+            self._profile,
+            pipelined=self._pipelined,
+            timeout=config.result_timeout,
+        )
         self._own: OwnLayers | None = None
         if route.local is not None:
             self._own = OwnLayers(

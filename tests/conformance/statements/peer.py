@@ -378,7 +378,7 @@ def driving(layers: str | LayerRange = "0-5", **fields: object) -> Iterator[Peer
 
 def workers(c: Cluster) -> tuple[WorkerRecord, ...]:
     """Return who is registered."""
-    return c.coordinator._registry.records
+    return c.coordinator.workers.registry.records
 
 
 @contextmanager

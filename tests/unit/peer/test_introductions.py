@@ -42,7 +42,7 @@ def quick(monkeypatch) -> None:
 def test_a_coordinator_learns_the_same_of_a_worker_whoever_dials(dial_in) -> None:
     with cluster(["0-5"], dial_in=dial_in) as c:
         c.wait_ready()
-        (record,) = c.coordinator._registry.records
+        (record,) = c.coordinator.workers.registry.records
         assert record.features == FEATURES
         assert (record.alive_timeout, record.weight_bytes, record.n_ctx) == (10, 6000, 64)
         assert record.address.port == c.workers[0].address.port
@@ -54,7 +54,7 @@ def test_a_dialling_worker_is_answered_and_serves() -> None:
         theirs = exchange(peer, worker_hello(WHOLE, alive_timeout=3.5))
         assert (theirs.role, theirs.build) == ("coordinator", build_id())
         c.wait_ready()
-        (record,) = c.coordinator._registry.records
+        (record,) = c.coordinator.workers.registry.records
         assert (record.address, record.alive_timeout) == (Address("127.0.0.1", 7009), 3.5)
 
 
@@ -92,9 +92,9 @@ def test_who_a_peer_is_stands_in_both_logs_once(caplog, quick) -> None:
     with cluster(["0-5"], dial_in=True) as c:
         c.wait_ready()
         for _ in range(2):
-            (link,) = c.coordinator._links.values()
+            (link,) = c.coordinator.workers.links.values()
             link.close("to see it come back")
-            wait_until(lambda: link.link_id not in c.coordinator._links, "it is gone")  # noqa: B023
+            wait_until(lambda: link.link_id not in c.coordinator.workers.links, "it is gone")  # noqa: B023
             c.wait_ready()
         (worker,) = c.workers
         words = f"is ds4py {__version__} (build {build_id()})"
@@ -176,8 +176,8 @@ def test_a_plain_coordinator_that_gives_way_to_a_ds4py_is_found_again(monkeypatc
     coordinator = Coordinator(card(), 64, QUICK, SOCKETS)
     port = coordinator_port(Listener(door.address, SOCKETS), coordinator)
     port.start()
-    wait_until(lambda: bool(coordinator._registry.records), "it has come")
-    assert coordinator._registry.records[0].features == FEATURES
+    wait_until(lambda: bool(coordinator.workers.registry.records), "it has come")
+    assert coordinator.workers.registry.records[0].features == FEATURES
     port.close()
     coordinator.close()
     worker.close()
@@ -230,7 +230,7 @@ def test_a_plain_worker_that_gives_way_to_a_ds4py_is_found_again(monkeypatch) ->
         wait_until(lambda: not c.coordinator.health().ready, "it is missed")
         worker = start_worker(FakeRunner(WHOLE), listen=plain.address)
         c.wait_ready()
-        assert c.coordinator._registry.records[0].features == FEATURES
+        assert c.coordinator.workers.registry.records[0].features == FEATURES
         with c.backend.lease(PROMPT) as session:
             session.sync(PROMPT)
     worker.close()
@@ -245,6 +245,6 @@ def test_two_ds4py_workers_of_one_host_and_range_stand_side_by_side() -> None:
     ):
         wait_until(lambda: n_workers(c) == 2, "both are registered")
         with extended_worker(c.port.address, span("0-5"), alive_timeout=5.0):
-            wait_until(lambda: len(c.coordinator._retired) == 1, "the first has come back")
-            ports = [r.address.port for r in c.coordinator._registry.records]
+            wait_until(lambda: len(c.coordinator.workers.retired) == 1, "the first has come back")
+            ports = [r.address.port for r in c.coordinator.workers.registry.records]
             assert ports == [7010, 7009]

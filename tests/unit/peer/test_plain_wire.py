@@ -327,7 +327,7 @@ def test_a_plain_coordinator_is_as_deaf_as_the_c_one() -> None:
         worker = Worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL), config, SOCKETS)
         worker.start()
         wait_until(lambda: coordinator.health().ready, "it is registered")
-        (record,) = coordinator._registry.records
+        (record,) = coordinator.workers.registry.records
         assert (record.features, record.alive_timeout) == (frozenset(), None)
         worker.close()
 

@@ -180,7 +180,7 @@ def test_a_session_that_ends_is_freed_on_every_stage(dial_in) -> None:
 
 
 def in_flight(c: Cluster) -> int:
-    return sum(len(link._pending) for link in c.coordinator._links.values())
+    return sum(len(link._pending) for link in c.coordinator.workers.links.values())
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def test_stages_leave_out_what_a_client_no_longer_waits_for(local, cuts, dial_in
         n_cached = session.sync(PROMPT).n_cached
         assert n_cached == 2 * min(begun)
         np.testing.assert_array_equal(session.eval(7), reference_logits([*PROMPT, 7]))
-        assert len(c.coordinator._registry.records) == len(cuts)
+        assert len(c.coordinator.workers.registry.records) == len(cuts)
 
 
 def test_stages_that_can_not_rewind_stay_equal_so_that_what_is_done_is_kept() -> None:

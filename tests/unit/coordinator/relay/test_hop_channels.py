@@ -83,7 +83,7 @@ def unused_port() -> int:
 
 
 def lanes_of(c: Cluster) -> HopChannels:
-    (channels,) = c.coordinator._channels.values()
+    (channels,) = c.coordinator.workers.channels.values()
     return channels
 
 
@@ -300,8 +300,10 @@ def test_somebody_else_behind_the_data_port_gets_no_span() -> None:
     other = start_worker(FakeRunner(WHOLE))
     with cluster(["0-2", "3-5"], before=hold, chunk=2) as c:
         c.wait_ready()
-        (first_hop, _) = sorted(c.coordinator._registry.records, key=lambda r: r.layers.start)
-        channels = c.coordinator._channels[first_hop.link]
+        (first_hop, _) = sorted(
+            c.coordinator.workers.registry.records, key=lambda r: r.layers.start
+        )
+        channels = c.coordinator.workers.channels[first_hop.link]
         moved = replace(first_hop, address=other.address)
         channels._dial = lambda stopped: lanes_module.dial_priority_channel(
             moved, c.coordinator, stopped

@@ -198,7 +198,7 @@ def test_a_peer_that_takes_nothing_loses_its_link() -> None:
     with dial_in(port.address, hello(WHOLE, ctx_size=4096)) as deaf:
         c = Cluster(coordinator, backend, port)
         c.wait_ready()
-        (link,) = coordinator._links.values()
+        (link,) = coordinator.workers.links.values()
         link._outbox.put([b"DS4D" + struct.pack(">II", 4, 1 << 28), bytes(1 << 26)])
         with backend.lease([1]) as session, pytest.raises(Ds4Error):
             session.sync([1] * 4000)

@@ -127,11 +127,11 @@ class Scene:
     @property
     def n_registered(self) -> int:
         assert self.coordinator is not None
-        return len(self.coordinator._registry.records)
+        return len(self.coordinator.workers.registry.records)
 
     def links(self) -> set[int]:
         assert self.coordinator is not None
-        return set(self.coordinator._links)
+        return set(self.coordinator.workers.links)
 
 
 @contextmanager
