@@ -210,6 +210,23 @@ def test_an_end_inside_a_frame_is_a_lost_peer(security) -> None:
 
 
 @every_form
+def test_what_is_sent_at_once_and_without_a_rest_has_left(security) -> None:
+    """A stream that holds bytes back says so, or they would wait for the next frame."""
+    frame = encode_frame(3, bytes(10_000))
+    with pair(security) as (dialled, accepted):
+        narrow(dialled)
+        n_left = 0
+        while not (rest := dialled.send_now(frame)):
+            n_left += 1
+        for _ in range(n_left):
+            got = accepted.receive(timeout=2)
+            assert got is not None
+            assert len(got.body) == 10_000
+        dialled.send(rest)
+        assert len(body_of(accepted)) == 10_000
+
+
+@every_form
 def test_frames_leave_an_outbox_in_order_whatever_the_stream_takes(security) -> None:
     """Frames of any size go in without waiting; some leave in part, the rest on the thread."""
     sizes = [1, 70_000, 5, 300_000, 16_384, 0, 700_000, 3] * 4
@@ -351,6 +368,41 @@ def test_another_protocol_is_given_away_unread_or_turned_away(security, caplog) 
         caller.sendall(request)
         assert read_to_end(caller) == b""
     assert "speaks no DS4D" in caplog.text
+
+
+def test_where_peers_are_of_several_kinds_a_caller_is_looked_at_in_any_case() -> None:
+    taken: queue.Queue[socket.socket] = queue.Queue()
+    with (
+        accepting(ENCRYPTED, CallerLimits(), on_other=taken.put) as (acceptor, _),
+        connect(acceptor.address, SOCKETS) as caller,
+    ):
+        caller.sendall(b"GET /")
+        taken.get(timeout=DEADLINE).close()
+
+
+@every_form
+@pytest.mark.parametrize("error", [PeerClosedError("it left"), ZeroDivisionError()])
+def test_a_caller_whose_service_fails_is_closed_and_the_next_one_is_served(
+    security, error, caplog
+) -> None:
+    kept: list[Connection] = []
+
+    def serve(connection: Connection) -> None:
+        kept.append(connection)
+        raise error
+
+    acceptor = Acceptor(
+        Listener(LOOPBACK, SOCKETS), serve, frames=LIMITS, limits=CallerLimits(), security=security
+    )
+    acceptor.start()
+    for _ in range(2):
+        caller = Connector(SOCKETS, security).connect(acceptor.address, LIMITS)
+        assert caller.receive(timeout=DEADLINE) is None
+        caller.close()
+    acceptor.close()
+    acceptor.join(time.monotonic() + DEADLINE)
+    assert all(connection.closed for connection in kept)
+    assert ("could not be served" in caplog.text) == isinstance(error, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("said", [b"DS4T" + bytes(100), b"DS4T\x16\x03\x01", b"DS4D", b"DS4T"])

@@ -12,6 +12,8 @@ from ds4py.config import SamplingParams, ServerConfig
 from ds4py.errors import RequestError
 from ds4py.server.api.chat.request import read_chat
 from ds4py.server.api.completions.request import read_completion
+from ds4py.server.api.messages.request import read_messages
+from ds4py.server.api.responses.request import read_responses
 from ds4py.server.requests.request import ChatMessage, PastCall
 
 SAMPLING = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
@@ -39,6 +41,16 @@ def test_absent_fields_take_the_defaults():
     assert options.sampling == SAMPLING
     assert (options.model, options.max_tokens, options.stop) == (None, 1234, ())
     assert (options.stream, options.include_usage) == (False, False)
+
+
+def test_the_servers_word_on_reasoning_counts_if_the_request_has_none():
+    config = ServerConfig(think="none")
+    for body in ({"messages": HI}, {"messages": HI, "model": "deepseek-reasoner"}):
+        wanted = "high" if "model" in body else "none"
+        for read in (read_chat, read_messages):
+            assert read(json.dumps(body).encode(), config).think == wanted
+    assert read_completion(b'{"prompt":"x"}', config).think == "none"
+    assert read_responses(b'{"input":"x"}', config).think == "none"
 
 
 def test_every_field_is_read():

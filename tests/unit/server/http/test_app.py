@@ -586,3 +586,10 @@ def test_characters_arrive_whole():
     chunks = sse(chat(backend(script("né€😀")), stream=True).text)[1:-2]
     texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
     assert texts == ["n", "é", "€", "😀"]
+
+
+@pytest.mark.parametrize(("strict", "status"), [(True, 400), (False, 200), (None, 200)])
+def test_what_cannot_be_enforced_of_a_schema_is_refused_only_if_it_is_strict(strict, status):
+    schema = {"type": "string", "format": "secret", "maxLength": 2}
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+    assert chat(backend(), response_format=form).status_code == status

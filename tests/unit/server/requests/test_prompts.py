@@ -4,11 +4,16 @@ import pytest
 
 from ds4py.errors import RequestError
 from ds4py.server.requests.prompts import TextStack, check_fits
-from ds4py.server.requests.request import ChatMessage, PastCall
+from ds4py.server.requests.request import (
+    ChatMessage,
+    Conversation,
+    GenerationRequest,
+    PastCall,
+)
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
 from tests.toys import bpe_metadata
-from tests.unit.server.support import N_VOCAB, chat_ids, completion_ids, text_stack
+from tests.unit.server.support import GREEDY, N_VOCAB, chat_ids, completion_ids, text_stack, writer
 from tests.unit.text import tiny_deepseek4 as tiny
 
 V4 = TextStack(tiny.tokenizer(), tiny.chat())
@@ -60,6 +65,15 @@ def test_every_part_of_a_conversation_reaches_deepseek_v4():
     assert "<think>hm</think>" in text
     assert ' name="a" string="false">1.0<' in text
     assert text.endswith("<tool_result>r</tool_result><｜Assistant｜><think>")  # noqa: RUF001
+
+
+@pytest.mark.parametrize(("think", "may"), [(None, True), ("high", True), ("none", False)])
+def test_a_model_may_open_its_reasoning_unless_the_request_wants_none(think, may):
+    stack = of_template("{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}")
+    said = Conversation((ChatMessage("user", "hi"),))
+    asked = GenerationRequest(prompt=said, think=think, max_tokens=1, sampling=GREEDY)
+    prompt = writer(stack).write(asked)
+    assert (prompt.thinking, prompt.may_think, prompt.calls) == (False, may, None)
 
 
 def test_the_usual_system_text_stands_in_front_only_if_asked_for_and_nobody_wrote_one():

@@ -409,3 +409,24 @@ def test_the_cheapest_of_prompts_with_one_meaning_is_evaluated():
     other = backend("Hello")
     done = worker(other, memory).perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
     assert done.tally.n_prompt == len(seen) + 2, "nothing of it is cached: the short one costs less"
+
+
+def test_what_a_stream_has_shown_is_not_asked_for_once_more():
+    events, done = perform(backend(BROKEN), order(calls=True, stream=True), chat=Asking(20, 21))
+    assert events.count(Started(3, 0)) == 1
+    assert (shown(events), done.finish) == (BROKEN, "stop")
+
+
+def test_both_attempts_share_one_budget():
+    fake = backend(BROKEN)
+    _, done = perform(fake, order(calls=True, max_tokens=len(BROKEN) + 5), chat=Asking(20, 21))
+    assert (done.finish, done.tally.n_completion) == ("length", 5)
+
+
+def test_a_prompt_of_the_same_meaning_that_does_not_fit_is_left_aside():
+    fake, memory = backend("Hello", n_ctx=12), ConversationMemory()
+    hidden, seen = tuple(range(30, 42)), (*PROMPT, 33)
+    memory.exact_tokens.keep(hidden, [lambda: seen])
+    fake.sessions[0].sync(hidden[:11])
+    done = worker(fake, memory).perform(order((*seen, 40)), lambda _: None, lambda: False)
+    assert (done.tally.n_prompt, done.error) == (5, None)
