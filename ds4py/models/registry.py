@@ -12,7 +12,10 @@ from typing import Final
 from ds4py.errors import ModelError
 from ds4py.models.base import Architecture
 
-_MODULES: Final = {"deepseek4": "ds4py.models.deepseek4", "llama": "ds4py.models.llama"}
+_MODULES: Final = {
+    "deepseek4": "ds4py.models.deepseek4",
+    "llama": "ds4py.models.llama",
+}
 
 KNOWN: Final = tuple(_MODULES)
 """Names of the architectures that can be computed."""
@@ -30,6 +33,5 @@ def load_architecture(name: str) -> Architecture:
             got=repr(name),
             expected=f"one of the architectures that ds4py computes: {', '.join(KNOWN)}",
         )
-    module = importlib.import_module(_MODULES[name])
-    kv_is_free: bool = getattr(module, "KV_IS_FREE", False)
-    return Architecture(module.Shape.from_metadata, module.Slice.load, kv_is_free)
+    found: Architecture = importlib.import_module(_MODULES[name]).ARCHITECTURE
+    return found
