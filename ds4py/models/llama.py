@@ -2,13 +2,13 @@
 
 Owns: what of the metadata makes which block. Refuses to know: tensors, computation.
 
-Llama 1 to 3, older Mistral, SmolLM, Yi, TinyLlama, DeepSeek-R1-Distill-Llama and others. Converters
-permuted the rows of Q and K, so that neighbours are the pairs that turn.
+Llama 1 to 3, older Mistral, SmolLM, Yi, TinyLlama, DeepSeek-R1-Distill-Llama and others, and with
+experts Mixtral. Converters permuted the rows of Q and K, so that neighbours are the pairs that
+turn.
 """
 
 from __future__ import annotations
 
-from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
 from ds4py.layers.block_spec import BlockSpec
 from ds4py.models.decoder import decoder
@@ -23,12 +23,9 @@ def read_shape(metadata: Metadata) -> DecoderShape:
         ModelError: A key is missing, of another type, or impossible.
     """
     sizes = DecoderSizes.read(metadata, "llama")
-    n_experts = metadata.get_int("llama.expert_count", 0)
-    if n_experts:
-        raise ModelError(
-            "metadata key llama.expert_count", got=n_experts, expected="0: no expert layers"
-        )
-    block = BlockSpec(attention=sizes.attention(), feed_forward=sizes.dense())
+    has_experts = metadata.get_int("llama.expert_count", 0) != 0
+    forward = sizes.experts("feed_forward_length") if has_experts else sizes.dense()
+    block = BlockSpec(attention=sizes.attention(), feed_forward=forward)
     return sizes.shape([block] * sizes.n_layers)
 
 

@@ -14,7 +14,13 @@ from ds4py.models.base import Architecture
 
 _MODULES: Final = {
     "deepseek4": "ds4py.models.deepseek4",
+    "gemma2": "ds4py.models.gemma",
+    "gemma3": "ds4py.models.gemma",
     "llama": "ds4py.models.llama",
+    "qwen2": "ds4py.models.qwen",
+    "qwen2moe": "ds4py.models.qwen",
+    "qwen3": "ds4py.models.qwen",
+    "qwen3moe": "ds4py.models.qwen",
 }
 
 KNOWN: Final = tuple(_MODULES)

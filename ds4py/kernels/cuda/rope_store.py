@@ -113,12 +113,12 @@ def _rotate_and_store(  # noqa: PLR0913, PLR0917
     # the padding to a power of two reads zeros, so that it adds nothing to the mean square
     real, imaginary = tl.load(source, there, other=0.0), tl.load(source + 1, there, other=0.0)
     if NORMED:
-        is_key = (head >= first_key) & (head < first_value)
-        is_query = head < first_key
+        # no branch: a value head is multiplied and divided by 1, a query head by key weights of 1
+        n_query = tl.where(head < first_key, PAIRS, 0)
+        n_normed = tl.where(head < first_value, PAIRS, 0)
+        for_q, for_k = pair < n_query, pair < n_normed - n_query
         square = tl.sum(real * real + imaginary * imaginary, 0)
-        length = tl.where(is_query | is_key, tl.sqrt(square / (2 * PAIRS) + eps), 1.0)
-        # a value head is divided by 1 and multiplied by 1: no branch, as all heads run at once
-        for_q, for_k = there & is_query, there & is_key
+        length = tl.where(n_normed > 0, tl.sqrt(square / (2 * PAIRS) + eps), 1.0)
         first = tl.load(q_norm + 2 * pair, for_q, other=1.0)
         second = tl.load(q_norm + 2 * pair + 1, for_q, other=1.0)
         real = real * first * tl.load(k_norm + 2 * pair, for_k, other=1.0) / length

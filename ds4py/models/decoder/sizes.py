@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
 from ds4py.layers.block_spec import AttentionSpec, BlockSpec, ExpertsSpec, FeedForwardSpec
@@ -95,6 +97,22 @@ class DecoderSizes:
         return AttentionSpec(
             n_head=self.n_head, n_head_kv=self.n_head_kv, d_head=self.d_head, **switches
         )
+
+    def windowed(self, period: int) -> list[bool]:
+        """Say of every layer whether it sees a window only.
+
+        Args:
+            period: One layer of so many, the last, sees everything, unless the file says otherwise:
+                by another number, 0 for no such layer, or by an entry for each layer.
+        """
+        key = "attention.sliding_window_pattern"
+        told = self.metadata.get(self.keys.name(key))
+        if isinstance(told, np.ndarray):
+            if len(told) < self.n_layers or not np.issubdtype(told.dtype, np.bool_):
+                self.keys.refuse(key, f"{len(told)} of {told.dtype}", f"{self.n_layers} booleans")
+            return [bool(one) for one in told[: self.n_layers]]
+        every = self.keys.count(key, 1 << 16, period)
+        return [not every or layer % every != every - 1 for layer in range(self.n_layers)]
 
     def dense(self, **switches: Any) -> FeedForwardSpec:
         """Return a dense feed-forward half."""

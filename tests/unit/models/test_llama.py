@@ -186,7 +186,7 @@ def test_many_tokens_at_once_equal_one_by_one(tmp_path, precision):
         ("llama.attention.head_count_kv", 3, "expected a divisor of 4"),
         ("llama.attention.head_count_kv", 0, "expected a divisor of 4"),
         ("llama.attention.layer_norm_rms_epsilon", None, "expected a number"),
-        ("llama.expert_count", 8, "no expert layers"),
+        ("llama.expert_count", -8, "expected 1 to 65536"),
         ("llama.attention.value_length", 8, "expected 16"),
         ("llama.attention.key_length", 15, "expected an even number"),
         ("llama.rope.dimension_count", 18, "expected an even number from 2 to 16"),
