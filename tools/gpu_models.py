@@ -25,6 +25,12 @@ from tools.gpu_measure import Bench
 from tools.run_bench_deepseek import kv_read, touched
 
 SMALL_LLAMA = {"n_layers": 3, "n_embd": 256, "n_vocab": 400, "n_head": 4, "n_head_kv": 2}
+_SMALL = SMALL_LLAMA | {"d_head": 96, "n_ff": 512, "n_ctx": 512}
+SMALL_FAMILIES = {
+    "qwen3-1b": _SMALL,
+    "qwen3moe-1b": _SMALL | {"n_expert": 8, "n_used": 2, "n_ff_expert": 128},
+    "gemma3-1b": _SMALL | {"window": 20, "period": 2},
+}
 SMALL_DEEPSEEK = {"n_layers": 4, "n_expert": 4}
 
 

@@ -72,6 +72,7 @@ def sections(
         name: partial(section, bench) for name, section in kernels.items()
     }
     found["llama"] = partial(llama, bench, options, folder)
+    found["families"] = partial(families, bench, folder)
     found["deepseek"] = partial(deepseek, bench, folder)
     found["flash"] = partial(flash, bench, options, folder)
     unknown = set(options.only) - found.keys()
@@ -92,6 +93,15 @@ def llama(bench: Any, options: argparse.Namespace, folder: Path) -> None:
             folder / "llama.gguf", "llama-1b", gpu_models.SMALL_LLAMA | {"n_ff": 512}, "Q4_K"
         )
     gpu_models.beside_cpu(bench, model, bench.size(512, 9), bench.size(64, 2), limit=2e-3)
+
+
+def families(bench: Any, folder: Path) -> None:
+    """Every switch of the plain blocks: norms of heads, windows, caps, experts."""
+    from tools import gpu_models
+
+    for preset, changes in gpu_models.SMALL_FAMILIES.items():
+        model = gpu_models.make(folder / f"{preset}.gguf", preset, changes, "Q8_0")
+        gpu_models.beside_cpu(bench, model, bench.size(300, 30), bench.size(32, 2), limit=2e-3)
 
 
 def deepseek(bench: Any, folder: Path) -> None:

@@ -5,10 +5,11 @@
     ./tools/make_toy_gguf --preset flash-slice --layers 4 -o flash-4.gguf
     ./tools/make_toy_gguf --preset tiny --set n_expert=32 --set ratios=0,4 -o odd.gguf
     ./tools/make_toy_gguf --preset llama-1b --mix Q4_K -o llama.gguf
+    ./tools/make_toy_gguf --preset qwen3moe-1b --mix Q4_K -o qwen3moe.gguf
 
 Presets: tiny (ds4's tiny test model), bench300 (the proportions of DeepSeek V4 Flash in about 300
 MB), flash-slice (the real sizes of Flash, fewer layers: 2 GB each and 1.6 GB more), pro-slice, and
-llama-1b. The same arguments make the same bytes.
+llama-1b, qwen3-1b, qwen3moe-1b, gemma3-1b. The same arguments make the same bytes.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from ds4py.errors import ConfigError, Ds4Error
 from ds4py.gguf.write import Bytes, TensorSource, WriteValue, save_gguf
-from tools import toy_deepseek4, toy_llama
+from tools import toy_decoder, toy_deepseek4, toy_llama
 
 SLICE_LAYERS = 4  # the fewest that have every kind of layer
 LLAMA_KINDS = ("Q4_K", "Q8_0", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F32")
-PRESETS: dict[str, toy_deepseek4.Sizes | toy_llama.Sizes] = {
+PRESETS: dict[str, toy_deepseek4.Sizes | toy_llama.Sizes | toy_decoder.Sizes] = {
     "tiny": toy_deepseek4.Sizes(),
     "bench300": toy_deepseek4.BENCH,
     "flash-slice": replace(toy_deepseek4.FLASH, n_layers=SLICE_LAYERS),
     "pro-slice": replace(toy_deepseek4.PRO, n_layers=SLICE_LAYERS),
     "llama-1b": toy_llama.Sizes(),
+    "qwen3-1b": toy_decoder.Sizes(),
+    "qwen3moe-1b": toy_decoder.QWEN3_MOE,
+    "gemma3-1b": toy_decoder.GEMMA3,
 }
 
 
@@ -63,6 +67,10 @@ def plan(preset: str, mix: str | None, seed: int, changes: dict[str, Any]) -> Pl
         if isinstance(value, int) and value < (name != "n_hash_layers"):
             raise ConfigError(f"{name}: got {value}, expected 1 or more")
     sizes = replace(sizes, **changes)
+    if isinstance(sizes, toy_decoder.Sizes):
+        mix = check_mix(mix or LLAMA_KINDS[0], LLAMA_KINDS)
+        tensors = toy_decoder.tensors(sizes, mix, seed)
+        return Plan(toy_decoder.metadata(sizes), tensors, sizes.n_layers, mix)
     if isinstance(sizes, toy_llama.Sizes):
         mix = check_mix(mix or LLAMA_KINDS[0], LLAMA_KINDS)
         tensors = toy_llama.tensors(sizes, mix, seed)
@@ -119,7 +127,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--mix",
         help="types of the routed experts: q2 (default), q4, q8, f16, or mixed (the last\n"
-        f"layers q4, the others q2); for a llama, of every matrix: {', '.join(LLAMA_KINDS)}",
+        f"layers q4, the others q2); for the others, of every matrix: {', '.join(LLAMA_KINDS)}",
     )
     parser.add_argument(
         "--set",

@@ -130,8 +130,8 @@ def _fill(target: DecodeStep, source: DecodeStep) -> None:
         target.hidden.copy_(source.hidden)
 
 
-def graphed(model: object, device: torch.device) -> GraphedDecode | None:
+def graphed(steps: DecodesSteps | None, device: torch.device) -> GraphedDecode | None:
     """Return how to run a slice's steps; None without a GPU, kernels' compiler, or such steps."""
-    if device.type != "cuda" or find_spec("triton") is None or not isinstance(model, DecodesSteps):
+    if steps is None or device.type != "cuda" or find_spec("triton") is None:
         return None
-    return GraphedDecode(model, CudaRecorder(device))
+    return GraphedDecode(steps, CudaRecorder(device))

@@ -114,7 +114,7 @@ def load_slice(  # noqa: PLR0913 - each of them is a choice of the user
         kv_dtype=KV_DTYPES[kv_type],
     )
     total = sum(file.tensors[name].n_bytes for name in present)
-    reader = _TensorReader(file, device, total, progress)
+    reader = _TensorReader(file, needs, device, total, progress)
     build = load_architecture(shape.architecture).build_slice
     with torch.inference_mode():
         built = build(shape, layers, reader.take, spec, head=head)
@@ -154,7 +154,7 @@ def check_tensors(
     file.require({*required, *found}, can_decode=FORMATS.__contains__)
     for name in found:
         info, need = file.tensors[name], needs[name]
-        if info.shape != need.shape:
+        if _without_ones(info.shape) != _without_ones(need.shape):
             raise ModelError(f"tensor {name}", got=f"shape {info.shape}", expected=need.shape)
         if need.types and info.type_name not in need.types:
             expected = " or ".join(need.types)
@@ -168,6 +168,11 @@ def check_tensors(
                 expected=f"only the tensors of architecture {shape.architecture}; "
                 "the file is of a variant that ds4py does not compute",
             )
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Drop axes of length 1, which some writers add and others leave away."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _check_last_layer(file: GgufFile, shape: Shape, layers: LayerRange) -> None:
@@ -188,9 +193,15 @@ class _TensorReader:
     """Hands tensors to a slice and counts them."""
 
     def __init__(
-        self, file: GgufFile, device: torch.device, total: int, progress: LoadProgress | None
+        self,
+        file: GgufFile,
+        needs: Mapping[str, TensorNeed],
+        device: torch.device,
+        total: int,
+        progress: LoadProgress | None,
     ):
         self._file = file
+        self._needs = needs
         self._device = device
         self._total = total
         self._done = 0
@@ -202,7 +213,8 @@ class _TensorReader:
         if info is None:
             return None
         with self._file.raw(name) as data:
-            tensor = QuantTensor.from_bytes(name, info.type_id, info.shape, data, self._device)
+            shape = self._needs[name].shape  # as it was checked, except for axes of length 1
+            tensor = QuantTensor.from_bytes(name, info.type_id, shape, data, self._device)
         self._file.release(name)
         self._done += info.n_bytes
         if self._progress is not None:

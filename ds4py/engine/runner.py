@@ -119,7 +119,7 @@ class LocalRunner:
         self._timelines: dict[SessionId, _CacheSlot] = {}
         self._staging = staging or staging_for(device)
         with active(device):
-            self._graphed = graphed(model, device)
+            self._graphed = graphed(model.recordable, device)
         self._busy_until = 0  # when the last batch was complete, ns
 
     @property

@@ -23,8 +23,8 @@ import torch
 from ds4py import __version__
 from ds4py.config import cache_folder
 from ds4py.kernels.cpu import compare, jit
+from ds4py.kernels.cpu.attention import CACHE_TYPES, AttentionHeads
 from ds4py.kernels.cpu.blocks import LAYOUTS
-from ds4py.kernels.cpu.fused import CACHE_TYPES, AttentionHeads
 from ds4py.kernels.cpu.trust import TRUST, Check
 from ds4py.layers import compare as steps
 
@@ -146,7 +146,7 @@ class VerdictFile:
 def _this_machine() -> str:
     """Return what a verdict depends on: processor, compiler, reference, and the kernels' code."""
     root, checksum = Path(__file__).parents[1], 0
-    for folder in ("quant", "models"):
+    for folder in ("quant", "kernels", "layers"):
         for path in sorted((root / folder).rglob("*.py")):
             checksum = zlib.crc32(path.read_bytes(), checksum)
     return (

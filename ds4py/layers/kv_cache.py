@@ -10,13 +10,12 @@ the largest part of 32 that divides its width), a 127th of the largest of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
-from ds4py.kernels.cache import LARGEST_CODE, SMALLEST_CODED, Cache, CacheTensor, block_size
+from ds4py.kernels.cache import LARGEST_CODE, SMALLEST_CODED, CacheTensor, block_size
 
 _TOKENS: Final = 1  # the axis of a cache's tensors along which tokens lie
 
@@ -61,7 +60,7 @@ def _blocks(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KvForm:
-    """How every layer of a slice keeps keys and values.
+    """How a layer keeps keys and values.
 
     Args:
         shape: `(2 G, C, D)`.
@@ -76,17 +75,20 @@ class KvForm:
         """Whether a layer has a second tensor."""
         return self.dtype is torch.int8
 
-    def layout(self, n_layers: int) -> list[CacheTensor]:
-        """Describe a session's cache, layer by layer."""
-        planes, rows, width = self.shape
-        tensors = [CacheTensor(self.shape, self.dtype, _TOKENS)]
-        if self.has_scales:
-            scales = (planes, rows, width // block_size(width))
-            tensors.append(CacheTensor(scales, torch.float32, _TOKENS))
-        return tensors * n_layers
+    @property
+    def n_tensors(self) -> int:
+        """Tensors of a session's cache in this layer."""
+        return 2 if self.has_scales else 1
 
-    def layers(self, cache: Cache) -> Sequence[KvRows]:
-        """Give a session's tensors their meaning."""
+    @property
+    def values(self) -> CacheTensor:
+        """The tensor of keys and values."""
+        return CacheTensor(self.shape, self.dtype, _TOKENS)
+
+    def tensors(self) -> list[CacheTensor]:
+        """Describe a session's cache in this layer."""
         if not self.has_scales:
-            return [KvRows(values) for values in cache]
-        return [KvRows(*cache[at : at + 2]) for at in range(0, len(cache), 2)]
+            return [self.values]
+        planes, rows, width = self.shape
+        scales = (planes, rows, width // block_size(width))
+        return [self.values, CacheTensor(scales, torch.float32, _TOKENS)]

@@ -1,6 +1,6 @@
 """Architectures: what a slice of layers computes, in torch.
 
-Owns: one module or folder per architecture with two public names, `Shape` and `Slice`. Refuses to
+Owns: one module or folder per architecture, each with one public name, `ARCHITECTURE`. Refuses to
 know: files, sessions, sockets, packing for the wire. Invariant: layers carry their global numbers,
 and a slice's result does not depend on which process computes it.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
 from ds4py.kernels.cache import Cache, CacheTensor, Segment
+from ds4py.kernels.cuda.decode_step import DecodesSteps
 from ds4py.layer_range import LayerRange
 from ds4py.layers.linear import KeepBudget
 from ds4py.quant.tensor import QuantTensor
@@ -156,12 +157,19 @@ class Shape(Protocol):
         """
 
 
+Described_contra = TypeVar("Described_contra", bound=Shape, contravariant=True)
+
+
 class Slice(Protocol):
     """Some layers of a model with their weights, stateless except for them."""
 
     @property
     def has_head(self) -> bool:
         """Whether `logits` can run."""
+
+    @property
+    def recordable(self) -> DecodesSteps | None:
+        """What runs decode steps that a device can record; None where nothing does."""
 
     def cache_layout(self) -> Sequence[CacheTensor]:
         """Describe one session's cache."""
@@ -203,28 +211,38 @@ class Slice(Protocol):
         """Return float32 `[T, V]` for hidden states float32 `[T, W]` (only with the head)."""
 
 
-class BuildSlice(Protocol):
-    """`Slice.load` of an architecture."""
+class BuildSlice(Protocol[Described_contra]):
+    """Makes a slice of an architecture."""
 
     def __call__(
-        self, shape: Shape, layers: LayerRange, take: Take, spec: DeviceSpec, *, head: bool
+        self,
+        shape: Described_contra,
+        layers: LayerRange,
+        take: Take,
+        spec: DeviceSpec,
+        /,
+        *,
+        head: bool,
     ) -> Slice:
         """Build a slice; `take` answers for every name of `shape.tensor_needs`."""
 
 
+ReadShape = Callable[[Metadata], Shape]
+"""A model's shape; raises `ModelError` with key, got, expected."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The two public names of an architecture's module, as its users need them.
+    """What an architecture's module offers, under the name `ARCHITECTURE`.
 
     Args:
-        read_shape: `Shape.from_metadata`; raises `ModelError` with key, got, expected.
-        build_slice: `Slice.load`.
-        kv_is_free: The module's `KV_IS_FREE`: whether slices take any `DeviceSpec.kv_dtype`; False
-            if it has none.
+        read_shape: Reads its shape.
+        build_slice: Builds a slice of it, from the shape that `read_shape` gave.
+        kv_is_free: Whether slices take any `DeviceSpec.kv_dtype`.
     """
 
-    read_shape: Callable[[Metadata], Shape]
-    build_slice: BuildSlice
+    read_shape: ReadShape
+    build_slice: BuildSlice[Any]
     kv_is_free: bool
 
 

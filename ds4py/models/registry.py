@@ -12,7 +12,16 @@ from typing import Final
 from ds4py.errors import ModelError
 from ds4py.models.base import Architecture
 
-_MODULES: Final = {"deepseek4": "ds4py.models.deepseek4", "llama": "ds4py.models.llama"}
+_MODULES: Final = {
+    "deepseek4": "ds4py.models.deepseek4",
+    "gemma2": "ds4py.models.gemma",
+    "gemma3": "ds4py.models.gemma",
+    "llama": "ds4py.models.llama",
+    "qwen2": "ds4py.models.qwen",
+    "qwen2moe": "ds4py.models.qwen",
+    "qwen3": "ds4py.models.qwen",
+    "qwen3moe": "ds4py.models.qwen",
+}
 
 KNOWN: Final = tuple(_MODULES)
 """Names of the architectures that can be computed."""
@@ -30,6 +39,5 @@ def load_architecture(name: str) -> Architecture:
             got=repr(name),
             expected=f"one of the architectures that ds4py computes: {', '.join(KNOWN)}",
         )
-    module = importlib.import_module(_MODULES[name])
-    kv_is_free: bool = getattr(module, "KV_IS_FREE", False)
-    return Architecture(module.Shape.from_metadata, module.Slice.load, kv_is_free)
+    found: Architecture = importlib.import_module(_MODULES[name]).ARCHITECTURE
+    return found

@@ -91,6 +91,16 @@ def _llama(precision: str, kv: str, tolerance: Tolerance) -> Mode:
     return Mode("llama", precision, False, kv, tolerance)
 
 
+def _plain(architecture: str, precision: str, tolerance: Tolerance) -> Mode:
+    return Mode(architecture, precision, False, precision, tolerance)
+
+
+QWEN = ("qwen2", "qwen3")
+GEMMA = ("gemma2", "gemma3")  # whose layers add more to a state than they find in it
+EXPERTS = ("qwen2moe", "qwen3moe")
+EXACT_EXPERTS = Tolerance(1e-6, 1e-6, 1e-5, unsure=1e-5)
+FAST_EXPERTS = Tolerance(1.2e-2, 8e-3, 4e-2, unsure=2e-2, strays=3e-3)
+
 MODES = (
     _deepseek4(
         "f32",
@@ -120,6 +130,12 @@ MODES = (
     _llama("bf16", "bf16", Tolerance(1.2e-2, 8e-3, 1.2e-2)),
     _llama("bf16", "f16", Tolerance(1.2e-2, 8e-3, 1.2e-2)),
     _llama("bf16", "q8_0", Tolerance(1.8e-2, 8e-3, 1.5e-2)),
+    *(_plain(name, "f32", Tolerance(1e-6, 1e-6, 2e-6)) for name in QWEN),
+    *(_plain(name, "bf16", Tolerance(1.2e-2, 8e-3, 1.2e-2)) for name in QWEN),
+    *(_plain(name, "f32", Tolerance(2e-6, 1e-6, 2e-6)) for name in GEMMA),
+    *(_plain(name, "bf16", Tolerance(2e-2, 8e-3, 1.5e-2)) for name in GEMMA),
+    *(_plain(name, "f32", EXACT_EXPERTS) for name in EXPERTS),
+    *(_plain(name, "bf16", FAST_EXPERTS) for name in EXPERTS),
 )
 
 
@@ -149,14 +165,19 @@ def defaults() -> list[Choice]:
 
 
 def row_of(choice: Choice) -> Mode | None:
-    """Return the row that a choice is, by the engine's own rules; None if the matrix lacks it."""
+    """Return the row that a choice is, by the engine's own rules; None if the matrix lacks it.
+
+    A cache of another type than the products is proved with llama alone: the other plain blocks run
+    through the same code (`layers/`), and what they add lies before and behind the cache.
+    """
     dtype = choose_dtype(choice.precision)
     precision = {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
     is_ds4 = choice.architecture == "deepseek4"  # the only one that knows how to round
     rounds = is_ds4 and rounds_activations(choice.act_quant, CPU, dtype)
     has_kv = load_architecture(choice.architecture).kv_is_free
     kv = "own" if not has_kv else precision if choice.kv_type == "auto" else choice.kv_type
-    wanted = (choice.architecture, precision, rounds, kv)
+    shares = choice.architecture in {*QWEN, *GEMMA, *EXPERTS} and kv != precision
+    wanted = ("llama" if shares else choice.architecture, precision, rounds, kv)
     for mode in MODES:
         if (mode.architecture, mode.precision, mode.rounds, mode.kv) == wanted:
             return mode

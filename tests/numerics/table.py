@@ -25,7 +25,8 @@ _INTRODUCTION: Final = """\
 
 Written by `python -m tests.numerics.table`; do not edit. It proves every way to compute that a
 user can choose on a CPU against a reference that reads one token at a time in plain NumPy
-(`tests/unit/models/deepseek4_reference.py`, `llama_reference.py`), with batches of {sizes} rows:
+(`tests/unit/models/deepseek4_reference.py`, `llama_reference.py`, `decoder_reference.py`), with
+batches of {sizes} rows:
 
 - as the first tokens of a session (span), behind the tokens that a session has (tail), and as one
   token of each of so many sessions at different positions (sessions);
@@ -38,6 +39,9 @@ user can choose on a CPU against a reference that reads one token at a time in p
   of 1 to 13 tokens, as RMS (the spread of those logits is 3.2, and the engine's own builds differ
   by up to 0.42); the first token is the engine's unless two are nearer to each other than three
   times the noise.
+
+Caches of another type than the products are proved with llama: the other plain blocks run through
+the same code.
 
 Numbers are relative RMS: measured / allowed. "Judged" is the part of the rows where no choice of
 experts or index rows was so close that rounding may decide it; the others only must not be off by

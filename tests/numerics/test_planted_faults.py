@@ -11,10 +11,10 @@ import torch
 
 from ds4py.errors import KernelError
 from ds4py.kernels import memory
+from ds4py.kernels.cpu import attention as cpu_attention
 from ds4py.kernels.cpu import fused, gemv
 from ds4py.kernels.cpu import linear as cpu
-from ds4py.layers import attention
-from ds4py.models import llama
+from ds4py.layers import attention, torch_steps
 from ds4py.models.deepseek4.attention import GroupedOutput
 from tests.numerics.measure import Found, measure_layers
 from tests.numerics.modes import Mode, defaults, row_of
@@ -132,7 +132,9 @@ def test_an_activation_of_the_row_before_is_seen(monkeypatch):
 def test_a_key_too_few_behind_a_context_is_seen(monkeypatch):
     real = attention.attend_many
     monkeypatch.setattr(
-        llama, "attend_many", lambda q, kv, pos0: real(q, kv, pos0 - 1 if pos0 else 0)
+        torch_steps,
+        "attend_many",
+        lambda q, kv, pos0, rules: real(q, kv, pos0 - 1 if pos0 else 0, rules),
     )
     assert faults("llama", "span", 2, 16) == []
     assert faults("llama", "tail", 2, 16) != []
@@ -166,15 +168,15 @@ def test_the_mask_of_another_row_is_seen(monkeypatch):
 
 
 def test_swapped_heads_in_batches_of_three_are_seen(monkeypatch):
-    real = fused.attend
+    real = cpu_attention.attend
 
-    def attend(heads, qkv, row, place, out) -> None:
-        real(heads, qkv, row, place, out)
+    def attend(heads, qkv, row, place, out, *weights) -> None:
+        real(heads, qkv, row, place, out, *weights)
         if qkv.shape[0] == 3:
             by_head = out.tensor[row].view(-1, heads.width)
             by_head[:2] = by_head[:2].flip(0)
 
-    monkeypatch.setattr(fused, "attend", attend)
+    monkeypatch.setattr(cpu_attention, "attend", attend)
     found = faults("llama", "sessions", 2, 3, 5)
     assert found
     assert all(" of 3 rows" in fault for fault in found)

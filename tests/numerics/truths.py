@@ -4,9 +4,9 @@ Owns: the files of the matrix, the text, states and logits at every position, an
 decide something by a hair. Refuses to know: ds4py's models. Invariant: nothing of the product's
 arithmetic is used; a reference knows one token at a time and no batches.
 
-DeepSeek V4 chooses experts and index rows by score. Where the last that is chosen and the first
-that is not are nearly equal, another rounding chooses otherwise, and the state differs as a whole.
-Such positions are marked, and what they give is not judged.
+Experts, and DeepSeek V4's index rows, are chosen by score. Where the last that is chosen and the
+first that is not are nearly equal, another rounding chooses otherwise, and the state differs as a
+whole. Such positions are marked, and what they give is not judged.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import numpy.typing as npt
 
 from ds4py.gguf.write import TensorSource, save_gguf
 from tests import golden
+from tests.unit.models.decoder_reference import ReferenceDecoder
 from tests.unit.models.deepseek4_reference import Reference
 from tests.unit.models.llama_reference import ReferenceLlama
-from tools import toy_llama
+from tools import toy_decoder, toy_llama
 from tools.toy_weights import Weights
 
 F32 = npt.NDArray[np.float32]
@@ -64,7 +65,21 @@ SIZES = toy_llama.Sizes(
 """Of the llamas of the matrix. Their matrices have the format that names the file; of two formats
 the first is that of the gated layers."""
 
-FILES = {"deepseek4": ("tiny-b", "tiny-a"), "llama": ("Q4_1", "Q4_K+Q6_K", "F16")}
+FAMILIES = {
+    name: toy_decoder.Sizes(
+        architecture=name, n_layers=3, n_embd=256, n_vocab=512, n_head=4, n_head_kv=2, d_head=32,
+        n_ff=512, n_ctx=512, window=40, period=2, n_ff_expert=128, n_ff_shared=128,
+        **({"n_expert": 16, "n_used": 4} if name.endswith("moe") else {}),
+    )
+    for name in toy_decoder.FAMILIES if name != "llama"
+}  # fmt: skip
+"""Of the other plain blocks: heads that are not as wide as the model makes them, windows."""
+
+FILES = {
+    "deepseek4": ("tiny-b", "tiny-a"),
+    "llama": ("Q4_1", "Q4_K+Q6_K", "F16"),
+    **{name: (f"{name}-Q4_1",) for name in FAMILIES},
+}
 """Of each architecture: the first for every row of the matrix, the others for some."""
 
 
@@ -76,7 +91,14 @@ def path_of(file: str) -> Path:
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        save_gguf(fresh, toy_llama.metadata(SIZES), _tensors(file))
+        family, _, kind = file.rpartition("-")
+        if family:
+            sizes = FAMILIES[family]
+            keys = toy_decoder.metadata(sizes)
+            spread = sizes.n_embd**-0.5 if sizes.is_gemma else 1.0  # gemma multiplies by sqrt(W)
+            save_gguf(fresh, keys, toy_decoder.tensors(sizes, kind, embedding=spread))
+        else:
+            save_gguf(fresh, toy_llama.metadata(SIZES), _tensors(file))
         fresh.rename(path)  # another process may make it too
     return path
 
@@ -98,7 +120,7 @@ def truth(file: str, *, rounds: bool) -> Truth:
     """Return the reference's run, computed once per process."""
     if file.startswith("tiny"):
         return _deepseek4(path_of(file), rounds=rounds)
-    return _llama(path_of(file))
+    return _decoder(path_of(file)) if "-" in file else _llama(path_of(file))
 
 
 def _text(n_vocab: int, first: int) -> list[int]:
@@ -168,3 +190,21 @@ def _llama(path: Path) -> Truth:
     return Truth(
         tokens, f32[:-1], f32[1:], logits.astype(np.float32), np.full(whole[1:].shape[:2], np.inf)
     )
+
+
+def _decoder(path: Path) -> Truth:
+    model = ReferenceDecoder.of(path)
+    tokens = _text(512, 1)
+    caches: list[tuple[list, list]] = [([], []) for _ in model.layers]
+    states, gaps = [], []
+    for position, token in enumerate(tokens):
+        own, decided = [model.embed(token)], []
+        for layer, (keys, values) in enumerate(caches):
+            own.append(model.layer(own[-1], layer, position, keys, values))
+            decided.append(model.gap)
+        states.append(own)
+        gaps.append(decided)
+    whole = np.stack(states).swapaxes(0, 1)
+    logits = np.stack([model.head(row) for row in whole[-1]])
+    f32 = whole.astype(np.float32)
+    return Truth(tokens, f32[:-1], f32[1:], logits.astype(np.float32), np.array(gaps).T)

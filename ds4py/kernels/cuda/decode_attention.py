@@ -21,6 +21,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from ds4py.kernels.cache import CacheTensor
 from ds4py.kernels.cuda.decode_step import check_step
 from ds4py.kernels.cuda.element_types import kind_of
+from ds4py.kernels.memory import KernelBuffer
+from ds4py.kernels.scores import PLAIN, ScoreRules
 
 KEYS_PER_BLOCK: Final = 64
 """Keys of one product; half as many in float32, so that they fit the memory of small GPUs."""
@@ -33,15 +35,20 @@ _LOG2_E: Final = math.log2(math.e)
 
 
 def attend_sessions(
-    q: torch.Tensor, addresses: torch.Tensor, positions: torch.Tensor, cache: CacheTensor
+    q: torch.Tensor,
+    addresses: torch.Tensor,
+    positions: torch.Tensor,
+    cache: CacheTensor,
+    rules: ScoreRules = PLAIN,
 ) -> torch.Tensor:
-    """Attend from one token of each session to all rows up to its own.
+    """Attend from one token of each session to the rows up to its own.
 
     Args:
         q: float32 `[B, G, H / G, D]`; the last three axes contiguous.
         addresses: Where each session's cache begins, int64 `[B]`, on the device.
         positions: Positions of the tokens, int64 `[B]`, on the device; their rows are written.
         cache: Form of a session's cache, `[2 G, C, D]`, contiguous: key heads, then value heads.
+        rules: What becomes of scores.
 
     Returns:
         `[B, H * D]` in the cache's type.
@@ -53,10 +60,14 @@ def attend_sessions(
     planes, capacity, width = cache.shape
     row = (planes // 2, per_group, width)
     check_step(q, addresses, positions, row, rows_apart=True)
-    n_splits = splits(n_groups, capacity)
-    parts = q.new_empty((B, n_groups * per_group, n_splits, D))
-    weights = q.new_empty((B, n_groups * per_group, n_splits, 2))
-    out = torch.empty((B, n_groups * per_group * D), dtype=cache.dtype, device=q.device)
+    n_heads = n_groups * per_group
+    if rules.sinks is not None:
+        KernelBuffer(rules.sinks, torch.float32, "sinks", q.device).expect("sinks", (n_heads,))
+    # a window has no more rows to share among programs than it is wide
+    n_splits = splits(n_groups, min(capacity, rules.window or capacity))
+    parts = q.new_empty((B, n_heads, n_splits, D))
+    weights = q.new_empty((B, n_heads, n_splits, 2))
+    out = torch.empty((B, n_heads * D), dtype=cache.dtype, device=q.device)
     wide = triton.next_power_of_2(D)
     exact = cache.dtype is torch.float32
     _attend_split[(B, n_groups, n_splits)](
@@ -67,7 +78,9 @@ def attend_sessions(
         weights,
         q.stride(0),
         capacity * D,
-        _LOG2_E / math.sqrt(D),
+        (rules.scale or 1 / math.sqrt(D)) * (1.0 if rules.soft_cap else _LOG2_E),
+        WINDOW=rules.window,
+        CAP=rules.soft_cap,
         N_SPLITS=n_splits,
         PER_GROUP=per_group,
         ROWS=max(triton.next_power_of_2(per_group), _FEWEST_ROWS),
@@ -79,10 +92,27 @@ def attend_sessions(
         PRECISION="ieee" if exact else "tf32",
         enable_fp_fusion=True,
     )
-    _join_splits[(B, n_groups * per_group)](
-        parts, weights, out, N_SPLITS=n_splits, D=D, WIDE=wide, num_warps=2, enable_fp_fusion=True
-    )
+    _join(parts, weights, rules.sinks, out)
     return out
+
+
+def _join(
+    parts: torch.Tensor, weights: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Put the parts `[B, H, splits, D]` of all softmaxes together, into `[B, H * D]`."""
+    B, n_heads, n_splits, D = parts.shape
+    _join_splits[(B, n_heads)](
+        parts,
+        weights,
+        weights if sinks is None else sinks,  # without sinks not looked at
+        out,
+        SINKS=sinks is not None,
+        N_SPLITS=n_splits,
+        D=D,
+        WIDE=triton.next_power_of_2(D),
+        num_warps=2,
+        enable_fp_fusion=True,
+    )
 
 
 def splits(n_groups: int, capacity: int) -> int:
@@ -93,7 +123,7 @@ def splits(n_groups: int, capacity: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_split(  # noqa: PLR0913, PLR0917
+def _attend_split(  # noqa: PLR0913, PLR0915, PLR0917
     q: tl.tensor,
     addresses: tl.tensor,
     positions: tl.tensor,
@@ -102,6 +132,8 @@ def _attend_split(  # noqa: PLR0913, PLR0917
     q_stride: tl.tensor,
     head_stride: tl.tensor,
     scale: tl.tensor,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     N_SPLITS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -115,8 +147,12 @@ def _attend_split(  # noqa: PLR0913, PLR0917
     session, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_groups = tl.num_programs(1)
     n_keys = (tl.load(positions + session) + 1).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(n_keys, KEYS), N_SPLITS) * KEYS
-    first = split * length
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(n_keys - WINDOW, 0)
+    # whole blocks for each program but the last ones, which may get none: their sum stays 0
+    length = tl.cdiv(tl.cdiv(n_keys - oldest, KEYS), N_SPLITS) * KEYS
+    first = oldest + split * length
     end = tl.minimum(first + length, n_keys)
     head, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
     is_head, is_column = head < PER_GROUP, column < D
@@ -137,6 +173,9 @@ def _attend_split(  # noqa: PLR0913, PLR0917
         there = seen[:, None] & is_column[None, :]
         k = tl.load(keys + row, there, other=0.0).to(tl.float32)
         score = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        if CAP > 0:  # tanh(x) = 1 - 2 / (exp(2 x) + 1); then to the base of the exponentials
+            power = tl.exp2(score * (2 * 1.4426950408889634 / CAP))
+            score = (1 - 2 / (power + 1)) * (CAP * 1.4426950408889634)
         score = tl.where(seen[None, :], score, -float("inf"))
         highest = tl.maximum(largest, tl.max(score, 1))
         weight = tl.exp2(score - highest[:, None])
@@ -153,10 +192,12 @@ def _attend_split(  # noqa: PLR0913, PLR0917
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_splits(
+def _join_splits(  # noqa: PLR0913, PLR0917
     parts: tl.tensor,
     weights: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
+    SINKS: tl.constexpr,
     N_SPLITS: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
@@ -167,8 +208,11 @@ def _join_splits(
     split, column = tl.arange(0, N_SPLITS), tl.arange(0, WIDE)
     row = place.to(tl.int64) * N_SPLITS + split
     largest = tl.load(weights + row * 2)
-    share = tl.exp2(largest - tl.max(largest, 0))
+    highest = tl.max(largest, 0)
+    share = tl.exp2(largest - highest)
     total = tl.sum(share * tl.load(weights + row * 2 + 1), 0)
+    if SINKS:  # relative to the largest score of a key, which is there: a token sees itself
+        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - highest)
     is_column = column < D
     part = tl.load(parts + row[:, None] * D + column[None, :], is_column[None, :], other=0.0)
     mixed = tl.sum(part * share[:, None], 0) / total

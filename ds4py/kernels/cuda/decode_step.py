@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -92,9 +92,8 @@ def check_step(
         check_launch(numbers, name, dtypes=(torch.int64,), shape=(n_sessions,), device=device)
 
 
-@runtime_checkable
 class DecodesSteps(Protocol):
-    """A slice that can run a step without asking the host anything; see `models.base.Slice`."""
+    """What runs a slice's step without asking the host anything; see `models.base.Slice`."""
 
     def decode_step(self, step: DecodeStep) -> torch.Tensor:
         """Run the layers over one token of each session and write their cache rows.

@@ -1,26 +1,24 @@
 """The feed-forward half: router, routed experts, shared expert.
 
 Owns: which experts a token gets and with what weight, the clamped SwiGLU
-(docs/spec/deepseek4-model.md 3.12). Refuses to know: how packed experts are multiplied. Invariant:
-a token's result does not depend on its neighbours, except for the order of float32 sums; experts'
-results are added in the order of their selection.
+(docs/spec/deepseek4-model.md 3.12). Refuses to know: how rows go through the experts, which is
+`layers/moe.py`. Invariant: a token's result does not depend on its neighbours, except for the order
+of float32 sums; experts' results are added in the order of their selection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from functools import partial
 
 import torch
 from torch.nn.functional import silu, softplus
 
 from ds4py.errors import ModelError
-from ds4py.layers.experts import ExpertGroups, ExpertProduct
+from ds4py.layers.moe import ExpertMatrices, best_experts, normalised
 from ds4py.models.deepseek4.linear import Weights, activation_rounding
 from ds4py.models.deepseek4.shape import Shape
 from ds4py.quant.tensor import QuantTensor
-
-_MIN_SUM: Final = 2.0**-14
 
 
 class FeedForward:
@@ -73,10 +71,8 @@ class Router:
         else:
             # the bias decides who is chosen, not with what weight; ties go to the lower number
             ranked = scores if self._bias is None else scores + self._bias
-            experts = ranked.sort(dim=1, descending=True, stable=True).indices[:, : self._n_used]
-        chosen = scores.gather(1, experts)
-        total = chosen.sum(1, keepdim=True).clamp_(min=_MIN_SUM)
-        return experts, (chosen / total).mul_(self._scale)
+            experts = best_experts(ranked, self._n_used)
+        return experts, normalised(scores.gather(1, experts)).mul_(self._scale)
 
 
 class RoutedExperts:
@@ -91,9 +87,9 @@ class RoutedExperts:
         spec = weights.spec
         packed = [weights.packed(f"ffn_{name}_exps.weight") for name in ("gate", "up", "down")]
         _check_types(packed)
-        self._gate, self._up, self._down = (ExpertProduct(part, spec.dtype) for part in packed)
-        self._n_experts = packed[0].shape[0]
-        self._limit = limit
+        gate, up, down = packed
+        self._matrices = ExpertMatrices(gate, up, down, spec.dtype)
+        self._gate = partial(swiglu, limit=limit)
         self._round_in = self._round_mid = None
         if spec.act_quant:
             self._round_in = activation_rounding(packed[0].format)
@@ -103,18 +99,9 @@ class RoutedExperts:
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return float32 `[T, D]` for inputs `[T, D]`, experts and weights `[T, U]`."""
-        groups = ExpertGroups(experts.flatten(), self._n_experts)
-        if self._round_in is not None:
-            x = self._round_in(x)
-        rows = x[groups.order // experts.shape[1]]
-        gate, up = self._gate(rows, groups), self._up(rows, groups)
-        # weighed before the last product, as the rounding of its input depends on that
-        mid = swiglu(gate, up, self._limit).mul_(weights.flatten()[groups.order].unsqueeze(1))
-        if self._round_mid is not None:
-            mid = self._round_mid(mid)
-        out = self._down(mid, groups)
-        by_slot = torch.empty_like(out).index_copy_(0, groups.order, out)
-        return by_slot.view(*experts.shape, -1).sum(1)
+        return self._matrices.mix(
+            x, experts, weights, self._gate, round_in=self._round_in, round_mid=self._round_mid
+        )
 
 
 def _expert_table(weights: Weights, n_expert: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ from ds4py.errors import ModelError
 from ds4py.gguf.metadata import Metadata
 from ds4py.layer_range import LayerRange
 from ds4py.models.base import Identity, SavedLayer, TensorNeed
-from ds4py.models.deepseek4.keys import MetadataKeys
 from ds4py.models.deepseek4.rotary import Yarn
+from ds4py.models.keys import MetadataKeys
 from ds4py.quant.formats import FORMATS
 
 RATIOS: Final = (0, 4, 128)

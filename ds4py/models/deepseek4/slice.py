@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ds4py.kernels.cache import Cache, CacheTensor, Segment
+from ds4py.kernels.cuda.decode_step import DecodesSteps
 from ds4py.layer_range import LayerRange
 from ds4py.layers.norm import RmsNorm
 from ds4py.models.base import DeviceSpec, Take
@@ -112,6 +113,11 @@ class Slice:
     def has_head(self) -> bool:
         """Whether `logits` can run."""
         return self._head is not None
+
+    @property
+    def recordable(self) -> DecodesSteps | None:
+        """None: which rows a layer reads depends on values, so no step can be recorded."""
+        return None
 
     def cache_layout(self) -> list[CacheTensor]:
         """Describe one session's cache, layer by layer."""

@@ -14,7 +14,7 @@ from ds4py.config import EngineConfig, cache_folder
 from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import open_runner, selftest
 from ds4py.engine.selftest import VerdictFile, compare_all
-from ds4py.kernels.cpu import fused
+from ds4py.kernels.cpu import attention
 from ds4py.kernels.cpu.trust import TRUST
 from tests.toys import toy_llama
 
@@ -125,15 +125,15 @@ def test_a_model_serves_without_a_kernel_that_differs(tmp_path, monkeypatch, cap
     exact = answer(path)
     TRUST.forget()
     TRUST.memory = None
-    real = fused.attend
+    real = attention.attend
     used = []
 
-    def attend(heads, qkv, row, place, out) -> None:
+    def attend(heads, qkv, row, place, out, *weights) -> None:
         used.append(row)
-        real(heads, qkv, row, place, out)
+        real(heads, qkv, row, place, out, *weights)
         out.tensor[row, 0] += 100
 
-    monkeypatch.setattr(fused, "attend", attend)
+    monkeypatch.setattr(attention, "attend", attend)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     got = answer(path)
     assert used, "it was compared"
@@ -153,7 +153,7 @@ def test_a_model_serves_where_a_kernel_cannot_be_compiled(tmp_path, monkeypatch,
     def refuse(*args):
         raise RuntimeError("LLVM ERROR: no such instruction")
 
-    monkeypatch.setattr(fused, "_attend", refuse)
+    monkeypatch.setattr(attention, "attention_kernel", refuse)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     for _ in range(2):  # found out, then remembered
         got = answer(path)

@@ -13,7 +13,7 @@ from llvmlite.binding.targets import FeatureMap
 
 from ds4py.gguf import kinds
 from ds4py.kernels.cpu import activations as integers
-from ds4py.kernels.cpu import fused, gemv, jit
+from ds4py.kernels.cpu import attention, fused, gemv, jit
 from ds4py.kernels.cpu.activations import quantize
 from ds4py.kernels.cpu.blocks import LAYOUTS
 from ds4py.kernels.cpu.gemv import PackedRows
@@ -135,7 +135,8 @@ def for_processor(patch: pytest.MonkeyPatch, name: str, features: FeatureMap | N
     for module, kernels in (
         (integers, ("_quantize",)),
         (gemv, ("_fix", "_decode", "_product")),
-        (fused, ("_norm", "_gate", "_attend")),
+        (fused, ("_norm", "_gate")),
+        (attention, ("attention_kernel",)),
     ):
         for kernel in kernels:
             patch.setattr(module, kernel, cache(getattr(module, kernel).__wrapped__))

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from ds4py.errors import KernelError
 from ds4py.kernels.cache import CacheTensor
-from ds4py.kernels.cpu import fused, sinkhorn
+from ds4py.kernels.cpu import attention, fused, sinkhorn
 from ds4py.kernels.cpu.activations import Quantized, quantize
 from ds4py.kernels.cpu.gemv import PackedRows
 from ds4py.kernels.cpu.linear import BlockWeights, ExpertBlocks
 from ds4py.kernels.memory import ALIGNMENT, KernelBuffer, cache_address, check_launch
-from ds4py.layers.fused_layer import position_in
+from ds4py.layers.compare import position_in
 from ds4py.layers.kv_cache import KvRows
 from ds4py.quant.tensor import QuantTensor
 from tests.unit.kernels.packed_matrices import buffer, matrix
@@ -33,7 +33,7 @@ from tests.unit.kernels.packed_matrices import buffer, matrix
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-HEADS = fused.AttentionHeads(2, 3, 32, 16)
+HEADS = attention.AttentionHeads(2, 3, 32, 16)
 ROOM, POSITION = 24, 7
 ROWS = (0, 1, 2, 5)
 
@@ -203,7 +203,7 @@ def attend_case(dtype: torch.dtype) -> Case:
         position = position_in(KvRows(t["cache"], t.get("scales")), POSITION, buffer(t["rotation"]))
         qkv, out = buffer(t["qkv"]), buffer(t["out"])
         for row in range(t["qkv"].shape[0]):
-            fused.attend(HEADS, qkv, row, position, out)
+            attention.attend(HEADS, qkv, row, position, out)
         return []
 
     return Case(make, call)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4py.kernels.cache import block_size
-from ds4py.kernels.cpu import fused
+from ds4py.kernels.cpu import attention
+from ds4py.kernels.cpu.attention import AttentionHeads
 from ds4py.kernels.cpu.cache_rows import PARAMS, cache_rows, from_halves, to_halves
-from ds4py.kernels.cpu.fused import AttentionHeads
 from ds4py.kernels.cpu.jit import F32, I16, LANES, Code, vector
 from ds4py.layers.attention import attend_many, attend_one
-from ds4py.layers.fused_layer import position_in
+from ds4py.layers.compare import position_in
 from ds4py.layers.kv_cache import KvForm, KvRows
 from tests.unit.kernels.packed_matrices import buffer, for_processor
 
@@ -50,11 +50,10 @@ def with_outliers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def empty(shape: tuple[int, int, int], dtype: torch.dtype) -> KvRows:
     """Memory holds whatever it held: here the worst, where a type has it."""
-    tensors = [torch.empty(p.shape, dtype=p.dtype) for p in KvForm(shape, dtype).layout(1)]
+    tensors = [torch.empty(p.shape, dtype=p.dtype) for p in KvForm(shape, dtype).tensors()]
     for tensor in tensors:
         tensor.fill_(math.nan if tensor.dtype.is_floating_point else -77)
-    (rows,) = KvForm(shape, dtype).layers(tensors)
-    return rows
+    return KvRows(*tensors)
 
 
 def written(x: torch.Tensor, dtype: torch.dtype) -> KvRows:
@@ -142,10 +141,10 @@ def test_the_products_own_type_is_read_without_a_copy():
 
 def test_a_layout_names_the_axis_of_the_tokens():
     for dtype in DTYPES:
-        for part in KvForm((6, 100, 64), dtype).layout(3):
+        for part in KvForm((6, 100, 64), dtype).tensors():
             assert part.token_axis is not None
             assert part.shape[part.token_axis] == 100
-    assert len(KvForm((6, 100, 64), torch.int8).layout(3)) == 6
+    assert KvForm((6, 100, 64), torch.int8).n_tensors == 2
 
 
 # --- kernels
@@ -258,7 +257,7 @@ def fused_attention(
     out = torch.full((1, heads.n_queries), math.nan)
     rotation = torch.ones(heads.n_rotated // 2, dtype=torch.complex64)
     place = position_in(rows, position, buffer(rotation))
-    fused.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
+    attention.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
     return out[0]
 
 

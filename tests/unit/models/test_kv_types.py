@@ -9,7 +9,7 @@ import pytest
 from ds4py.config import EngineConfig
 from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
-from ds4py.models.llama import Slice
+from ds4py.layers.cpu_steps import CpuLayers
 from tests.toys import packed, toy_llama
 from tests.unit.models.llama_reference import rewritten
 
@@ -98,13 +98,13 @@ def test_in_bf16_every_type_is_close_to_float32(request, model, kv_type, way):
 @pytest.mark.parametrize("kv_type", TYPES)
 def test_fused_steps_read_what_prompts_wrote_and_the_other_way_round(toy, kv_type, monkeypatch):
     steps = []
-    run = Slice._step
+    run = CpuLayers.run
 
     def counted(self, hidden, segments):
         steps.append(hidden.shape[0])
         run(self, hidden, segments)
 
-    monkeypatch.setattr(Slice, "_step", counted)
+    monkeypatch.setattr(CpuLayers, "run", counted)
     mixed = logits(opened(toy, "bf16", kv_type), (20, *[1] * 20, 20))
     assert steps == [1] * 20
     whole = logits(opened(toy, "bf16", kv_type), (60,))

@@ -12,7 +12,7 @@ from ds4py.engine import open_runner
 from ds4py.errors import GgufError, ModelError
 from ds4py.gguf.file import GgufFile
 from ds4py.layer_range import LayerSpec
-from ds4py.models.llama import Shape
+from ds4py.models.llama import read_shape
 from tests.toys import packed, toy_llama
 from tests.unit.models.llama_reference import ReferenceLlama, rewritten
 
@@ -186,7 +186,7 @@ def test_many_tokens_at_once_equal_one_by_one(tmp_path, precision):
         ("llama.attention.head_count_kv", 3, "expected a divisor of 4"),
         ("llama.attention.head_count_kv", 0, "expected a divisor of 4"),
         ("llama.attention.layer_norm_rms_epsilon", None, "expected a number"),
-        ("llama.expert_count", 8, "no expert layers"),
+        ("llama.expert_count", -8, "expected 1 to 65536"),
         ("llama.attention.value_length", 8, "expected 16"),
         ("llama.attention.key_length", 15, "expected an even number"),
         ("llama.rope.dimension_count", 18, "expected an even number from 2 to 16"),
@@ -199,7 +199,7 @@ def test_many_tokens_at_once_equal_one_by_one(tmp_path, precision):
 def test_impossible_metadata_is_refused_by_key_got_and_expected(tmp_path, key, value, expected):
     path = rewritten(toy_llama(tmp_path / "m.gguf", n_layers=1), keys={key: value})
     with GgufFile.open(path) as file, pytest.raises(ModelError) as caught:
-        Shape.from_metadata(file.metadata)
+        read_shape(file.metadata)
     assert key in str(caught.value)
     assert expected in str(caught.value)
 
@@ -243,6 +243,6 @@ def test_a_surplus_tensor_inside_the_slice_is_refused_by_name(tmp_path, name):
 
 def test_the_canonical_text_names_every_constant(tmp_path):
     with GgufFile.open(toy_llama(tmp_path / "m.gguf")) as file:
-        text = Shape.from_metadata(file.metadata).canonical()
+        text = read_shape(file.metadata).canonical()
     assert text.startswith("architecture=llama n_layers=4 n_vocab=279 n_embd=64 n_head=4 ")
     assert "rope.base=10000.0" in text

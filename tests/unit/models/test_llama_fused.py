@@ -15,7 +15,7 @@ from ds4py.gguf.file import GgufFile
 from ds4py.gguf.write import TensorSource
 from ds4py.kernels.cache import Segment
 from ds4py.kernels.cpu.linear import FEW_ROWS
-from ds4py.models.llama import Slice
+from ds4py.layers.cpu_steps import CpuLayers
 from tests.toys import packed, toy_llama
 from tests.unit.kernels.packed_matrices import matrix
 from tests.unit.models.llama_reference import rewritten
@@ -78,13 +78,13 @@ def decoded_together(runner: LocalRunner) -> list[list[np.ndarray]]:
 def fused_steps(monkeypatch) -> list[int]:
     """How many rows each fused step had."""
     steps: list[int] = []
-    run = Slice._step
+    run = CpuLayers.run
 
     def counted(self, hidden, segments):
         steps.append(hidden.shape[0])
         run(self, hidden, segments)
 
-    monkeypatch.setattr(Slice, "_step", counted)
+    monkeypatch.setattr(CpuLayers, "run", counted)
     return steps
 
 

@@ -9,21 +9,23 @@ from ds4py.gguf.file import GgufFile
 from ds4py.kernels.cache import Segment
 from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
 from ds4py.layer_range import whole_model
+from ds4py.layers.cuda_steps import CudaLayers
 from ds4py.layers.linear import KeepBudget
 from ds4py.models.base import DeviceSpec
-from ds4py.models.llama import Shape, SteppingSlice
+from ds4py.models.decoder.slice import DecoderSlice
+from ds4py.models.llama import read_shape
 from ds4py.quant.tensor import QuantTensor
 from tests.toys import toy_llama
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-def load(path: Path) -> SteppingSlice:
+def load(path: Path) -> DecoderSlice:
     spec = DeviceSpec(
         device=torch.device("cpu"), dtype=torch.float32, n_ctx=64, budget=KeepBudget(1 << 24)
     )
     with GgufFile.open(path) as file:
-        shape = Shape.from_metadata(file.metadata)
+        shape = read_shape(file.metadata)
 
         def take(name: str) -> QuantTensor | None:
             info = file.tensors.get(name)
@@ -32,15 +34,13 @@ def load(path: Path) -> SteppingSlice:
             with file.raw(name) as data:
                 return QuantTensor.from_bytes(name, info.type_id, info.shape, data, spec.device)
 
-        return SteppingSlice.load(shape, whole_model(shape.n_layers), take, spec, head=True)
+        return DecoderSlice.load(shape, whole_model(shape.n_layers), take, spec, head=True)
 
 
 @torch.inference_mode()
 def test_a_step_of_two_sessions_equals_the_forward_of_each(tmp_path):
     model = load(toy_llama(tmp_path / "m.gguf", n_ctx=64))
-    stepping = SteppingSlice(
-        model._kv, model._layers, model._rope, embedding=model._embedding, head=model._head
-    )
+    stepping = CudaLayers(model.layers, torch.float32, model.embed)
     caches = [
         [torch.zeros(part.shape, dtype=part.dtype) for part in model.cache_layout()]
         for _ in range(2)

@@ -7,8 +7,7 @@ from ds4py.models.registry import KNOWN, load_architecture
 
 def test_a_known_architecture_is_its_module():
     found = load_architecture("llama")
-    assert found.read_shape == llama.Shape.from_metadata
-    assert found.build_slice == llama.Slice.load
+    assert found is llama.ARCHITECTURE
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones():

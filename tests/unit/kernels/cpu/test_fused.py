@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 
 from ds4py.errors import KernelError
-from ds4py.kernels.cpu import fused
+from ds4py.kernels.cpu import attention, fused
 from ds4py.kernels.cpu.activations import Quantized
-from ds4py.kernels.cpu.fused import AttentionHeads, CachedPosition, FusedNorm
+from ds4py.kernels.cpu.attention import AttentionHeads, CachedPosition
+from ds4py.kernels.cpu.fused import FusedNorm
 from ds4py.kernels.cpu.jit import F32, LANES, Code, vector
 from ds4py.kernels.memory import KernelBuffer
 from ds4py.layers.attention import attend_one
@@ -169,7 +170,7 @@ def attended(
 ) -> torch.Tensor:
     out = torch.full((1, heads.n_queries), math.nan)
     place = CachedPosition(buffer(kv), None, position, buffer(rope_of(heads).at(position, 1)))
-    fused.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
+    attention.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out))
     return out[0]
 
 
@@ -255,7 +256,7 @@ def test_a_position_behind_the_cache_is_refused_before_memory_is_written():
     rotation = buffer(torch.ones(8, dtype=torch.complex64))
     position = CachedPosition(buffer(cache_of(heads, 0)), None, N_CTX, rotation)
     with pytest.raises(KernelError, match="position in a cache: got 720, expected 0 to 719"):
-        fused.attend(
+        attention.attend(
             heads, buffer(token(heads).unsqueeze(0)), 0, position, KernelBuffer.empty((1, 16))
         )
 

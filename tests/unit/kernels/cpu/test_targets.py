@@ -9,7 +9,7 @@ import torch
 from llvmlite import ir
 
 from ds4py.kernels.cpu import activations as integers
-from ds4py.kernels.cpu import fused, gemv, jit
+from ds4py.kernels.cpu import attention, fused, gemv, jit
 from ds4py.kernels.cpu.jit import F32, I16, I32, I64, LANES, Code, vector
 from tests.unit.kernels.packed_matrices import (
     FORMS,
@@ -185,11 +185,11 @@ def test_the_steps_between_products_give_the_same_bits_on_a_plain_processor(monk
         outs = [integers.Quantized(2, 160) for _ in range(2)]
         fused.FusedNorm(activations(1, 160, 2)[0], 1e-5)(buffer(activations(2, 160)), outs[0])
         fused.gate(buffer(activations(2, 320, 3) / 100), outs[1])
-        heads, out = fused.AttentionHeads(2, 3, 32, 16), torch.empty(1, 192)
+        heads, out = attention.AttentionHeads(2, 3, 32, 16), torch.empty(1, 192)
         kv = activations(4, 40 * 32, 4).view(4, 40, 32).bfloat16()
         rotation = torch.polar(torch.ones(8), torch.arange(8.0))
-        position = fused.CachedPosition(buffer(kv), None, 33, buffer(rotation))
-        fused.attend(heads, buffer(activations(1, 320, 5)), 0, position, buffer(out))
+        position = attention.CachedPosition(buffer(kv), None, 33, buffer(rotation))
+        attention.attend(heads, buffer(activations(1, 320, 5)), 0, position, buffer(out))
         quantized = [part for one in outs for part in (one.codes, one.scales, one.sums)]
         return [*quantized, kv.view(torch.int16), out]
 
@@ -201,6 +201,10 @@ def test_the_steps_between_products_give_the_same_bits_on_a_plain_processor(monk
 _HELPERS = re.compile(rb"__\w+")
 """How the functions of a compiler's own library are named; a process need not have them."""
 
+ALL_RULES = attention.AttentionHeads(
+    1, 2, 16, 16, norm_eps=1e-6, scale=0.2, window=9, soft_cap=5.0, sinks=True
+)
+
 KERNELS = (
     (gemv, "_fix", ("Q4_1",)),
     (gemv, "_decode", ("Q4_1", torch.bfloat16)),
@@ -208,8 +212,10 @@ KERNELS = (
     (gemv, "_product", ("Q6_K", 1)),
     (integers, "_quantize", ()),
     (fused, "_norm", ()),
-    (fused, "_gate", ()),
-    (fused, "_attend", (fused.AttentionHeads(1, 2, 16, 16),)),
+    (fused, "_gate", ("silu",)),
+    (fused, "_gate", ("gelu",)),
+    (attention, "attention_kernel", (attention.AttentionHeads(1, 2, 16, 16),)),
+    (attention, "attention_kernel", (ALL_RULES,)),
 )
 
 

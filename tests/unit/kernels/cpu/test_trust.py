@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from ds4py.kernels.cpu import compare, fused, gemv, sinkhorn
+from ds4py.kernels.cpu import attention, compare, fused, gemv, sinkhorn
 from ds4py.kernels.cpu import linear as cpu
 from ds4py.kernels.cpu.blocks import LAYOUTS
 from ds4py.kernels.cpu.trust import TRUST, Comparison, Trust
@@ -33,7 +33,7 @@ def nothing_known(monkeypatch):
     TRUST.forget()
 
 
-HEADS = fused.AttentionHeads(2, 3, 32, 16)
+HEADS = attention.AttentionHeads(2, 3, 32, 16)
 
 
 @pytest.mark.parametrize("form", LAYOUTS)
@@ -44,7 +44,7 @@ def test_the_real_products_are_right(form):
 
 def test_the_real_steps_are_right():
     found = [steps.compare_norm(), steps.compare_gate(), steps.compare_sinkhorn()]
-    found += [steps.compare_attention(HEADS, dtype) for dtype in fused.CACHE_TYPES]
+    found += [steps.compare_attention(HEADS, dtype) for dtype in attention.CACHE_TYPES]
     assert all(one.is_right for one in found)
     assert all(0 < one.error < one.limit / 3 for one in found)
 
@@ -120,8 +120,8 @@ def test_experts_do_without_a_wrong_product(monkeypatch):
 def test_a_wrong_step_leaves_the_fused_layer_out(monkeypatch):
     real = fused.gate
 
-    def gate(gate_up, out) -> None:
-        real(gate_up, out)
+    def gate(gate_up, out, activation) -> None:
+        real(gate_up, out, activation)
         out.codes[-1, 0] += 3000
 
     assert steps.trusts_steps(HEADS, torch.bfloat16)

@@ -196,16 +196,21 @@ def build(kernel, types, **constants):
     options = {"enable_fp_fusion": True}
     assert compile(source, GPUTarget("cuda", 80, 32), options).asm["cubin"]
 
-for kind, precision in ((tl.bfloat16, "tf32"), (tl.float32, "ieee")):
+for kind, precision, window, cap in ((tl.bfloat16, "tf32", 0, 0.0), (tl.float32, "ieee", 9, 5.0)):
     build(
         decode_attention._attend_split, "*fp32 *i64 *i64 *fp32 *fp32 i32 i32 fp32", N_SPLITS=8,
         PER_GROUP=3, ROWS=16, D=24, WIDE=32, KEYS=32, KIND=kind, PRECISION=precision,
+        WINDOW=window, CAP=cap,
     )
-build(decode_attention._join_splits, "*fp32 *fp32 *bf16", N_SPLITS=8, D=24, WIDE=32)
-build(
-    rope_store._rotate_and_store, "*fp32 *fp32 *i64 *i64 i32 i32 i32", PAIRS=12, ROTATED=8,
-    WIDE=16, KIND=tl.bfloat16,
-)
+for sinks in (False, True):
+    build(
+        decode_attention._join_splits, "*fp32 *fp32 *fp32 *bf16", N_SPLITS=8, D=24, WIDE=32,
+        SINKS=sinks,
+    )
+    build(
+        rope_store._rotate_and_store, "*fp32 *fp32 *i64 *i64 *fp32 *fp32 fp32 i32 i32 i32",
+        PAIRS=12, ROTATED=8, WIDE=16, NORMED=sinks, KIND=tl.bfloat16,
+    )
 build(sinkhorn._balance, "*fp32 *fp32 i32 i32 fp32", ITERATIONS=20, SIZE=4, TOKENS=32)
 """
 

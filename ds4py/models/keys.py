@@ -68,6 +68,13 @@ class MetadataKeys:
             self.refuse(key, value, "a positive number")
         return float(np.float32(value))
 
+    def not_negative(self, key: str, default: float) -> float:
+        """Return a number of at least zero, rounded to float32; zero switches something off."""
+        value = self._metadata.get_float(self.name(key), default)
+        if not 0 <= value < _LARGEST:
+            self.refuse(key, value, "a number of at least 0")
+        return float(np.float32(value))
+
     def floats(self, key: str, n_layers: int) -> tuple[float, ...]:
         """Return a number above zero for every layer; further ones are ignored."""
         values = self._metadata.get_floats(self.name(key), None)
