@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ds4py.gguf.write import TensorSource, WriteValue, save_gguf
 from ds4py.text.tokenizer.vocabulary import TokenType
+from tools.gguf_writer import TensorSource, WriteValue, save_gguf
 from tools.toy_vocabulary import vocabulary
 from tools.toy_weights import Weights
 

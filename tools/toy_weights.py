@@ -18,7 +18,7 @@ from gguf.quants import quantize
 
 from ds4py.errors import ConfigError
 from ds4py.gguf import kinds
-from ds4py.gguf.write import Bytes, TensorSource
+from tools.gguf_writer import Bytes, TensorSource
 
 PIECE_BYTES: Final = 4 << 20
 """About what is made at once."""

@@ -206,25 +206,6 @@ class DeepSeek4Chat:
         return parts
 
 
-def message_parts(role: str, content: str) -> list[PromptPart]:
-    """Return what one message appends to a growing prompt, apart from the end of the turn before.
-
-    Args:
-        role: An unknown one means user.
-        content: The text; an assistant's may begin with its reasoning, whose tags stay text.
-    """
-    match _ROLES.get(role, role):
-        case "system":
-            return [content]
-        case "assistant":
-            opened = content.startswith((Marker.THINK, Marker.THINK_END))
-            return [Marker.ASSISTANT, *([] if opened else [Marker.THINK_END]), content]
-        case "tool":
-            return [Marker.USER, _tool_result(content)]
-        case _:
-            return [Marker.USER, content]
-
-
 @dataclass(frozen=True, slots=True)
 class _PromptTurn:
     """A message that has its own place; `calls` is the assistant's block or empty."""
