@@ -1,7 +1,7 @@
 """Cut a prompt into spans and decide when the next one may leave.
 
 Owns: the chunk size that is given, window, flags of each span, the account of what is in flight
-(docs/spec/wire-protocol.md section 7). Refuses to know: sockets, threads, the route's addresses,
+(docs/spec/wire-protocol.md#prefill). Refuses to know: sockets, threads, the route's addresses,
 what chunks cost.
 Invariant: every token is in exactly one span, spans are in order, and no more than `window` spans
 are unanswered.
@@ -60,7 +60,7 @@ class Chunk:
 
 
 def prefill_cap(tuning: PrefillTuning, n_ctx: int) -> int:
-    """Return the most tokens that one span may have (spec 7.1)."""
+    """Return the most tokens that one span may have (docs/spec/wire-protocol.md#chunk-size)."""
     return n_ctx if tuning.prefill_cap is None else min(n_ctx, tuning.prefill_cap)
 
 
@@ -85,7 +85,7 @@ def given_chunk(tuning: PrefillTuning, n_ctx: int) -> int | None:
 
 
 def window_size(tuning: PrefillTuning, n_hops: int, n_chunks: int) -> int:
-    """Return how many spans may be unanswered (spec 7.3).
+    """Return how many spans may be unanswered (docs/spec/wire-protocol.md#pipelined-prefill).
 
     Raises:
         ConfigError: The environment holds an unusable window.
@@ -105,7 +105,9 @@ def cut_chunks(
     shape: RouteShape,
     ack_early: bool,
 ) -> list[Chunk]:
-    """Cut `tokens[start:]` into spans with their flags and hashes (spec 7.3, 7.5).
+    """Cut `tokens[start:]` into spans with their flags and hashes.
+
+    See docs/spec/wire-protocol.md#pipelined-prefill, #plain-prefill.
 
     Args:
         tokens: The whole prompt.

@@ -1,9 +1,10 @@
 """One token timeline over a route: sync, eval, rewind, and replay when a stage forgets.
 
 Owns: the timeline, its rolling hash, what to reuse of it, the one replay
-(docs/spec/wire-protocol.md 6.5 to 6.7). Refuses to know: sockets, registries, layers. Invariant:
-`tokens` are cached on every stage, or the stage refuses to go on; after a failure the timeline is
-empty, unless nothing but room was missing, and old logits are never given for a new prompt.
+(docs/spec/wire-protocol.md#plan-lifetime, #replay, #sync-and-decode). Refuses to know: sockets,
+registries, layers. Invariant: `tokens` are cached on every stage, or the stage refuses to go on;
+after a failure the timeline is empty, unless nothing but room was missing, and old logits are never
+given for a new prompt.
 
 A process that owns every layer is a route without hops: there is no second kind of session. A
 decode step touches nothing that is as long as the context.
@@ -423,7 +424,10 @@ class ClusterSession:
         return choice.chunk
 
     def _pipelined(self, route: Route, chunks: list[Chunk]) -> bool:
-        """Whether spans overlap: more than one, and somewhere to send them (spec 7.2)."""
+        """Whether spans overlap: more than one, and somewhere to send them.
+
+        See docs/spec/wire-protocol.md#when-pipelined.
+        """
         return self._config.prefill.pipeline and len(chunks) > 1 and bool(route.hops)
 
     def _drive(self, route: Route) -> RunContext:

@@ -1,4 +1,4 @@
-"""Is this HELLO, WORK or RESULT acceptable? The tables of spec 2.1, 2.3 and 2.4 as pure functions.
+"""The tables of wire-protocol.md#hello, #work and #result as pure functions: is it acceptable?
 
 Owns: every check of these tables, in their order, and the words that a refused peer reads. Refuses
 to know: sockets, threads, sessions and their hashes (rows from 24 on belong to
@@ -108,7 +108,7 @@ class AcceptedWork(NamedTuple):
 
 
 def check_work(body: memoryview, facts: WorkerFacts) -> AcceptedWork | RefusedWork:
-    """Go through rows 1 to 23 (and 28, before any harm is done) of the table in spec 2.3.
+    """Go through rows 1 to 23 (and 28, before any harm is done) of wire-protocol.md#work.
 
     Args:
         body: Body of a WORK frame; an accepted work holds views into it.
@@ -217,7 +217,7 @@ def _entry_faults(work: Work, entry: HopEntry, next_entry: HopEntry | None) -> F
 
 
 def check_hello(hello: Hello | PeerHello, facts: CoordinatorFacts) -> Refusal | None:
-    """Go through rows 5 to 14 of the table in spec 2.1; rows 1 to 4 are decoding.
+    """Go through rows 5 to 14 of the table in wire-protocol.md#hello; rows 1 to 4 are decoding.
 
     Args:
         hello: What a worker said, in plain or in extended form.
@@ -277,7 +277,7 @@ def _range_faults(hello: Hello | PeerHello, facts: CoordinatorFacts) -> Faults:
 
 
 class Awaited(Enum):
-    """Which answers a span admits (spec 7.4, 7.6)."""
+    """Which answers a span admits (docs/spec/wire-protocol.md#accepted-results, #decode)."""
 
     CHUNK = "a chunk of a pipelined prefill, not the last"
     LAST_CHUNK = "the last chunk of a pipelined prefill"
@@ -337,7 +337,7 @@ class FailedResult:
 
 
 def check_result(result: Result, expected: ExpectedResult) -> AcceptedResult | FailedResult:
-    """Go through rows 7 to 10 of the table in spec 2.4; rows 1 to 6 are reading and matching."""
+    """Go through rows 7 to 10 of wire-protocol.md#result; rows 1 to 6 are reading and matching."""
     if result.status != 0:
         return FailedResult(cause="remote", kind="R-STATUS", text=result.text or "(no reason)")
     for kind, text in _result_faults(result, expected):

@@ -1,8 +1,8 @@
 """What a hop answers to a span, as frames of the wire.
 
-Owns: which output a span asks for (docs/spec/wire-protocol.md 8.6), the RESULT and the telemetry
-that come of it. Refuses to know: connections, sessions. Invariant: the payload is what the request
-asked for, in the width in which it came.
+Owns: which output a span asks for (docs/spec/wire-protocol.md#outputs), the RESULT and the
+telemetry that come of it. Refuses to know: connections, sessions. Invariant: the payload is what
+the request asked for, in the width in which it came.
 """
 
 from __future__ import annotations

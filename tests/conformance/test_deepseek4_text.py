@@ -83,7 +83,8 @@ def test_text_that_arrives_token_by_token_is_the_text() -> None:
         assert "\ufffd" not in "".join(pieces)
 
 
-# The definition, docs/spec/deepseek4-model.md 6.3 to 6.5, over characters instead of bytes.
+# The definition, docs/spec/deepseek4-model.md#pre-split, #bpe, #entry-points, over characters
+# instead of bytes.
 
 Class = Callable[[str], bool]
 

@@ -133,7 +133,7 @@ class RouteSource(Protocol):
 
 
 def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:
-    """Encode the hops and the return record (spec 5.1)."""
+    """Encode the hops and the return record (docs/spec/wire-protocol.md#route-plan)."""
     return encode_route(
         [
             HopEntry(

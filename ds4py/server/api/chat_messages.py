@@ -1,8 +1,9 @@
 """Turns of a conversation and tools, as any dialect hands them on.
 
-Owns: `ChatMessage`, `PastCall`, the texts of contents and tools (docs/spec/server-and-cli.md 1.8).
-Refuses to know: members of one dialect, templates. Invariant: schemas of tools and arguments of
-past calls are the client's own JSON texts, byte for byte, since they enter the prompt.
+Owns: `ChatMessage`, `PastCall`, the texts of contents and tools
+(docs/spec/server-and-cli.md#prompts). Refuses to know: members of one dialect, templates.
+Invariant: schemas of tools and arguments of past calls are the client's own JSON texts, byte for
+byte, since they enter the prompt.
 """
 
 from __future__ import annotations

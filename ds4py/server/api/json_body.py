@@ -1,7 +1,7 @@
 """How any body is read: JSON bytes to structs, and what is forgiven on the way.
 
 Owns: the JSON reader, the sentence that a wrong body earns, ranges of numbers, the source text of a
-value (docs/spec/server-and-cli.md 1.3). Refuses to know: which fields there are. Invariant: what
+value (docs/spec/server-and-cli.md#errors). Refuses to know: which fields there are. Invariant: what
 does not fit is a `RequestError` with status 400, whatever the bytes were.
 """
 

@@ -1,4 +1,4 @@
-"""What replies of chat and completions share (docs/spec/server-and-cli.md 1.10 to 1.12).
+"""What chat and completions share (server-and-cli.md#usage, #chat-completions, #completions).
 
 Owns: the members that both have. Refuses to know: sockets, where the numbers came from. Invariant:
 as in `reply`.
@@ -51,7 +51,7 @@ class OpenAiReply:
 
 
 def usage_of(tally: Tally) -> Json:
-    """Return the `usage` object (section 1.10)."""
+    """Return the `usage` object (docs/spec/server-and-cli.md#usage)."""
     usage: Json = {
         "prompt_tokens": tally.n_prompt,
         "completion_tokens": tally.n_completion,

@@ -42,7 +42,7 @@ DISCARD_SECONDS: Final = 5.0
 
 
 _DS4_SAMPLING: Final = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05)
-"""Of ds4 while its model reasons, whatever a request says (docs/spec/server-and-cli.md 1.5)."""
+"""Of ds4 while its model reasons, whatever a request says (server-and-cli.md#sampling)."""
 
 
 class Endpoint:

@@ -160,7 +160,7 @@ def completion_prompt(
     """Return the ids of a bare prompt.
 
     Token ids are taken as they are. What becomes of a text is the model's chat format to say
-    (docs/spec/server-and-cli.md 1.8.7), unless it is a whole prompt already.
+    (docs/spec/server-and-cli.md#prompts, item 7), unless it is a whole prompt already.
 
     Args:
         text: Of the model.
@@ -185,7 +185,7 @@ def completion_prompt(
 
 
 def check_fits(prompt: Sequence[int], n_ctx: int, *, param: str) -> None:
-    """Refuse a prompt that is empty or leaves no room (docs/spec/server-and-cli.md 1.9).
+    """Refuse a prompt that is empty or leaves no room (docs/spec/server-and-cli.md#overflow).
 
     Clients compact their conversation on this very wording and these fields.
 

@@ -1,8 +1,9 @@
 """Conversations as DeepSeek V4 reads them: messages to prompt, without a template in the file.
 
-Owns: turns, reasoning kept or dropped, thinking modes (docs/spec/deepseek4-model.md 7.1 to 7.4).
-Refuses to know: tool markup (`dsml`), HTTP, sessions. Invariant: a prompt is built of markers and
-ordinary text, so nothing that a client writes becomes a marker, unless ds4's way is asked for.
+Owns: turns, reasoning kept or dropped, thinking modes
+(docs/spec/deepseek4-model.md#building-blocks, #single-turn, #thinking, #turns). Refuses to know:
+tool markup (`dsml`), HTTP, sessions. Invariant: a prompt is built of markers and ordinary text, so
+nothing that a client writes becomes a marker, unless ds4's way is asked for.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def test_statement_076_another_prompt() -> None:
         assert (asked.pos0, asked.flags & RESET) == (0, RESET)
 
 
-# --- 77 to 80: the answers (7.4, 7.6) -------------------------------------------------------------
+# --- 77 to 80: the answers (docs/spec/wire-protocol.md#accepted-results, #decode) -----------------
 
 
 def chunks(scene: Scene, n: int = 2) -> tuple[Background, list[Asked]]:
@@ -311,7 +311,8 @@ def test_statement_077_an_ack_for_a_decode() -> None:
 Answers = Callable[[Asked], bytes]
 LATE_ROWS: Answers = lambda one: hidden(one, one.n_tokens)  # noqa: E731
 
-# table 7.4: (answer to the first chunk, whether it is taken)
+# table docs/spec/wire-protocol.md#accepted-results: (answer to the first chunk, whether it is
+# taken)
 CHUNK_ANSWERS: dict[str, tuple[Answers, bool]] = {
     "ack": (lambda one: result(one, ACK, b"", 0), True),
     "ack with a payload": (lambda one: result(one, ACK, b"1234", 0), False),

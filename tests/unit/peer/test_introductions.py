@@ -235,7 +235,10 @@ def test_a_plain_worker_that_gives_way_to_a_ds4py_is_found_again(monkeypatch) ->
 
 
 def test_two_ds4py_workers_of_one_host_and_range_stand_side_by_side() -> None:
-    """The stock protocol takes the second for the first one come back (spec 6.3)."""
+    """The stock protocol takes the second for the first one come back.
+
+    See docs/spec/wire-protocol.md#registry.
+    """
     with (
         cluster([]) as c,
         extended_worker(c.port.address, WHOLE, alive_timeout=5.0),
