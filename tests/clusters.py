@@ -19,6 +19,7 @@ from ds4py.config import (
 from ds4py.contracts import ModelRunner
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.transport.sockets import Listener
@@ -65,14 +66,20 @@ def start_worker(
     return worker
 
 
+def registered(coordinator: Coordinator) -> tuple[WorkerRecord, ...]:
+    """Return who has introduced itself, oldest first."""
+    return coordinator._registry.records
+
+
 @dataclass
 class Cluster:
-    """A coordinator, its port, its workers."""
+    """A coordinator, its port, its workers, and what these compute with."""
 
     coordinator: Coordinator
     backend: SessionPool
     port: ProtocolDemux
     workers: list[Worker] = field(default_factory=list)
+    runners: list[FakeRunner] = field(default_factory=list)
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.coordinator.health().ready, "the route is complete")
@@ -106,7 +113,8 @@ def cluster(
     make = lambda text, **more: FakeRunner(  # noqa: E731
         span(text), n_ctx=n_ctx, can_rewind=can_rewind, before=before, **more
     )
-    workers = [] if dial_in else [start_worker(make(cut), tuning=tuning) for cut in cuts]
+    runners = [make(cut) for cut in cuts]
+    workers = [] if dial_in else [start_worker(runner, tuning=tuning) for runner in runners]
     config = replace(
         config or CoordinatorConfig(rejoin_timeout=DEADLINE, result_timeout=DEADLINE),
         route=tuple(RouteEntry(Address("127.0.0.1", w.address.port)) for w in workers),
@@ -123,8 +131,10 @@ def cluster(
     port.start()
     coordinator.start()
     if dial_in:
-        workers = [start_worker(make(cut), coordinator=port.address, tuning=tuning) for cut in cuts]
-    built = Cluster(coordinator, SessionPool(coordinator, n_sessions), port, workers)
+        workers = [
+            start_worker(runner, coordinator=port.address, tuning=tuning) for runner in runners
+        ]
+    built = Cluster(coordinator, SessionPool(coordinator, n_sessions), port, workers, runners)
     try:
         yield built
     finally:

@@ -24,7 +24,7 @@ from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.worker.worker import Worker
 from tests.by_hand import PROMPT
-from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, span, wait_until
+from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, registered, span, wait_until
 from tests.fake_runner import N_VOCAB, FakeRunner, card, embed
 from tests.sockets import DEADLINE, read_exactly, read_to_end
 
@@ -387,7 +387,7 @@ def driving(layers: str | LayerRange = "0-5", **fields: object) -> Iterator[Peer
 
 def workers(c: Cluster) -> tuple[WorkerRecord, ...]:
     """Return who is registered."""
-    return c.coordinator._registry.records
+    return registered(c.coordinator)
 
 
 @contextmanager

@@ -181,9 +181,7 @@ def test_statement_073_real_workers() -> None:
     with cluster(["2-3", "4-5"], local="0-1", chunk=2) as c, c.backend.lease(SEVEN) as session:
         c.wait_ready()
         np.testing.assert_array_equal(session.sync(SEVEN).logits, reference_logits(SEVEN))
-        assert all(
-            worker._runner.evaluated == [(0, 2), (2, 2), (4, 2), (6, 1)] for worker in c.workers
-        )
+        assert all(runner.evaluated == [(0, 2), (2, 2), (4, 2), (6, 1)] for runner in c.runners)
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_statement_092_over_a_route() -> None:
         c.wait_ready()
         session.load(payload)
         np.testing.assert_array_equal(session.eval(7), reference_logits([*TOKENS, 7]))
-        assert [w._runner.evaluated for w in c.workers] == [[(len(TOKENS), 1)]] * 2
+        assert [runner.evaluated for runner in c.runners] == [[(len(TOKENS), 1)]] * 2
 
 
 # --- 93: shards that do not fit together ----------------------------------------------------------
