@@ -38,7 +38,7 @@ Cancelled = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheForm:
-    """What ds4's form of a session's cache depends on (docs/spec/deepseek4-model.md 9).
+    """What ds4's form of a session's cache depends on (docs/spec/deepseek4-model.md#payloads).
 
     Args:
         ratios: Tokens per compressed row of every layer of the model; 0 for a layer without.

@@ -20,6 +20,7 @@ from ds4py.config import (
 from ds4py.contracts import ModelRunner
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.relay.workers.listener import coordinator_port
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.transport.acceptor import Acceptor
@@ -70,14 +71,20 @@ def start_worker(
     return worker
 
 
+def registered(coordinator: Coordinator) -> tuple[WorkerRecord, ...]:
+    """Return who has introduced itself, oldest first."""
+    return coordinator.workers.records
+
+
 @dataclass
 class Cluster:
-    """A coordinator, its port, its workers."""
+    """A coordinator, its port, its workers, and what these compute with."""
 
     coordinator: Coordinator
     backend: SessionPool
     port: Acceptor
     workers: list[Worker] = field(default_factory=list)
+    runners: list[FakeRunner] = field(default_factory=list)
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.coordinator.health().ready, "the route is complete")
@@ -113,8 +120,9 @@ def cluster(
     make = lambda text, **more: FakeRunner(  # noqa: E731
         span(text), n_ctx=n_ctx, can_rewind=can_rewind, before=before, **more
     )
+    runners = [make(cut) for cut in cuts]
     start = functools.partial(start_worker, tuning=tuning, security=security)
-    workers = [] if dial_in else [start(make(cut)) for cut in cuts]
+    workers = [] if dial_in else [start(runner) for runner in runners]
     config = replace(
         config or CoordinatorConfig(rejoin_timeout=DEADLINE, result_timeout=DEADLINE),
         route=tuple(RouteEntry(Address("127.0.0.1", w.address.port)) for w in workers),
@@ -132,8 +140,8 @@ def cluster(
     port.start()
     coordinator.start()
     if dial_in:
-        workers = [start(make(cut), coordinator=port.address) for cut in cuts]
-    built = Cluster(coordinator, SessionPool(coordinator, n_sessions), port, workers)
+        workers = [start(runner, coordinator=port.address) for runner in runners]
+    built = Cluster(coordinator, SessionPool(coordinator, n_sessions), port, workers, runners)
     try:
         yield built
     finally:

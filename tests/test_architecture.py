@@ -174,7 +174,6 @@ MADE_IN = {
     ".accept()": {ACCEPTOR, "ds4py/transport/sockets.py"},
     "sockets.connect": {
         CONNECTOR,
-        "ds4py/bench/selfcheck/llama.py",  # asks whether a foreign program listens already
     },
     "create_connection": set[str](),
     "create_server": set(),
@@ -423,3 +422,71 @@ def test_the_table_of_locks_is_the_codes() -> None:
         for name in made_locks(path)
     }
     assert told == made
+
+
+# --- tests talk to the public side ---------------------------------------------------------------
+
+TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if "golden" not in path.parts)
+TOUCHED = ROOT / "tests" / "private_names.txt"
+"""How many private names of the package each test module touches; the numbers may only fall."""
+
+
+NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever they look like
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLES
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Names of functions, classes, attributes of self and variables that a module defines."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"self", "cls"}:
+            names.add(node.attr)
+    return names
+
+
+@cache
+def private_names() -> frozenset[str]:
+    return frozenset(name for path in MODULES for name in defined(tree(path)) if is_private(name))
+
+
+def touched(module: ast.Module) -> list[str]:
+    """Private names of the package that a test reads, imports or replaces; not those of its own."""
+    known = private_names() - defined(module)
+    names: list[str] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ds4py"):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("attr", "object")):
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            names += [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+    return [name for name in names if name in known]
+
+
+def test_no_test_touches_more_private_names_than_before() -> None:
+    """Reach a private name through what the object promises, and take its number down here."""
+    lines = (line.split() for line in TOUCHED.read_text(encoding="utf-8").splitlines())
+    allowed = {path: int(count) for count, path in lines}
+    found = {ids(path): len(touched(tree(path))) for path in TESTS}
+    wrong = {path: (count, allowed.get(path, 0)) for path, count in found.items()}
+    wrong = {path: (count, before) for path, (count, before) in wrong.items() if count != before}
+    assert wrong == {}, f"{TOUCHED.name}: (found, allowed)"
+    assert allowed.keys() <= found.keys()
+
+
+def test_a_touched_name_is_seen() -> None:
+    """Attributes, imports and replacements are counted; a class's own private names are not."""
+    assert {"_registry", "_changed"} <= private_names()
+    module = ast.parse(
+        "from ds4py.a import _registry\nx._registry\nmonkeypatch.setattr('ds4py.a._changed', 1)\n"
+        "class Own:\n    def f(self):\n        self._links = other._links\nx._no_such_name\n"
+    )
+    assert sorted(touched(module)) == ["_changed", "_registry", "_registry"]

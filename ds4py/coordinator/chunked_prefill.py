@@ -1,7 +1,7 @@
 """Cut a prompt into chunks and decide when the next one may leave.
 
 Owns: the chunk size that is given, the window, the account of what is in flight
-(docs/spec/wire-protocol.md section 7). Refuses to know: sockets, threads, flags of any protocol,
+(docs/spec/wire-protocol.md#prefill). Refuses to know: sockets, threads, flags of any protocol,
 what chunks cost. Invariant: every token is in exactly one chunk, chunks are in order, and no more
 than `window` of them are unanswered.
 """
@@ -41,7 +41,7 @@ class Chunk:
 
 
 def prefill_cap(tuning: PrefillTuning, n_ctx: int) -> int:
-    """Return the most tokens that one span may have (spec 7.1)."""
+    """Return the most tokens that one span may have (docs/spec/wire-protocol.md#chunk-size)."""
     return n_ctx if tuning.prefill_cap is None else min(n_ctx, tuning.prefill_cap)
 
 
@@ -66,7 +66,7 @@ def given_chunk(tuning: PrefillTuning, n_ctx: int) -> int | None:
 
 
 def window_size(tuning: PrefillTuning, n_hops: int, n_chunks: int) -> int:
-    """Return how many spans may be unanswered (spec 7.3).
+    """Return how many spans may be unanswered (docs/spec/wire-protocol.md#pipelined-prefill).
 
     Raises:
         ConfigError: The environment holds an unusable window.
@@ -80,7 +80,7 @@ def window_size(tuning: PrefillTuning, n_hops: int, n_chunks: int) -> int:
 def cut_chunks(
     tokens: Sequence[int], start: int, start_hash: int, *, chunk: int, n_logits: int = 1
 ) -> list[Chunk]:
-    """Cut `tokens[start:]` into chunks with their hashes (spec 7.5).
+    """Cut `tokens[start:]` into chunks with their hashes (wire-protocol.md#plain-prefill).
 
     Args:
         tokens: The whole prompt.

@@ -1,9 +1,10 @@
 """One token timeline over a pipeline: sync, eval, rewind, and replay when a stage forgets.
 
 Owns: the timeline, its rolling hash, what to reuse of it, the one replay
-(docs/spec/wire-protocol.md 6.5 to 6.7). Refuses to know: sockets, registries, layers. Invariant:
-`tokens` are cached on every stage, or the stage refuses to go on; after a failure the timeline is
-empty, unless nothing but room was missing, and old logits are never given for a new prompt.
+(docs/spec/wire-protocol.md#plan-lifetime, #replay, #sync-and-decode). Refuses to know: sockets,
+registries, layers. Invariant: `tokens` are cached on every stage, or the stage refuses to go on;
+after a failure the timeline is empty, unless nothing but room was missing, and old logits are never
+given for a new prompt.
 
 A process that owns every layer is a pipeline without remote stages: there is no second kind of
 session. A decode step touches nothing that is as long as the context.

@@ -1,8 +1,8 @@
 """A shard on its way over a connection, in either direction.
 
 Owns: which form a model's shards have, the memory that one arrives in, the bounds on its chunks
-(docs/spec/wire-protocol.md 2.7; 15, Q22), how long a transfer may take. Refuses to know: what
-stands in a shard, who asked for it.
+(docs/spec/wire-protocol.md#snapshot-chunk, #quirks Q22), how long a transfer may take. Refuses to
+know: what stands in a shard, who asked for it.
 Invariant: bytes are kept only if memory was taken for them, which is for the caller to decide once
 it knows that the announced size is right.
 """

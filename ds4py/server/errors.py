@@ -49,7 +49,7 @@ class Problem:
         """Return the `error` object of the OpenAI APIs.
 
         The type is one word for every status, as in ds4; in a stream, where there is no status, it
-        is another (docs/spec/server-and-cli.md 1.3).
+        is another (docs/spec/server-and-cli.md#errors).
         """
         return {
             "message": self.message,
@@ -106,7 +106,7 @@ def describe(error: BaseException) -> Problem:
 def json_response(
     content: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a JSON reply whose body ends with one newline (docs/spec/server-and-cli.md 1.1)."""
+    """Return a JSON reply whose body ends with one newline (server-and-cli.md#transport)."""
     return Response(
         msgspec.json.encode(content) + b"\n",
         status_code=status,

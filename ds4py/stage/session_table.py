@@ -1,9 +1,10 @@
 """Which tokens each session of a stage has cached, and whether a span may continue them.
 
-Owns: the hash validation of docs/spec/wire-protocol.md 8.3 to 8.5 and the choice of a session to
-give up when the cache pool is full. Refuses to know: connections (an owner is an opaque object),
-caches, threads. Invariant: a span is admitted only if the session holds exactly the tokens that its
-prefix hash stands for, or will hold them when what the device was given before is evaluated.
+Owns: the hash validation of docs/spec/wire-protocol.md#kv-sessions, #hash-checks,
+#evaluation-checks and the choice of a session to give up when the cache pool is full. Refuses to
+know: connections (an owner is an opaque object), caches, threads. Invariant: a span is admitted
+only if the session holds exactly the tokens that its prefix hash stands for, or will hold them when
+what the device was given before is evaluated.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class SessionTable:
     def admit(self, asked: StageRequest, owner: Hashable) -> Admission:
         """Check a span against its session, creating the session if it is new.
 
-        A reset takes effect even if the span is then refused (spec 8.4).
+        A reset takes effect even if the span is then refused
+        (docs/spec/wire-protocol.md#hash-checks).
 
         Raises:
             PrefixMismatchError: The session holds other tokens.
@@ -196,7 +198,7 @@ class SessionTable:
         raise PrefixMismatchError("this stage does not hold the tokens that are to be copied")
 
     def check_saveable(self, session: SessionId, n_tokens: int, token_hash: int) -> None:
-        """Compare a session with what it is to be saved as (docs/spec/wire-protocol.md 2.5).
+        """Compare a session with what it is to be saved as (wire-protocol.md#save-request).
 
         Raises:
             RemoteProtocolError: It is unknown, or holds other tokens; the first row that fails.
@@ -261,7 +263,8 @@ class SessionTable:
         """Record that a span was not evaluated.
 
         A refusal before evaluation leaves the timeline usable; a failure of the device itself does
-        not: then only a reset makes the session usable again (spec 8.5).
+        not: then only a reset makes the session usable again
+            (docs/spec/wire-protocol.md#evaluation-checks).
 
         Args:
             asked: The span.

@@ -37,7 +37,9 @@ class Connector:
         rounds: int = RETRY_ROUNDS,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Connection:
-        """Connect to an address, retrying while the other side may still be starting (spec 12.2).
+        """Connect to an address, retrying while the other side may still be starting.
+
+        See docs/spec/wire-protocol.md#connecting.
 
         Args:
             address: Host and port to dial.

@@ -1,8 +1,9 @@
 """Open, tune and name TCP sockets.
 
-Owns: socket options (docs/spec/wire-protocol.md 12.1), the connect and retry policy (12.2),
-listeners. Refuses to know: frames. Invariant: a socket that leaves this module is blocking, carries
-the configured options, and knows a numeric name for its peer.
+Owns: socket options (docs/spec/wire-protocol.md#socket-options), the connect and retry policy
+(docs/spec/wire-protocol.md#connecting), listeners. Refuses to know: frames. Invariant: a socket
+that leaves this module is blocking, carries the configured options, and knows a numeric name for
+its peer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _POLL_SECONDS: Final = 0.5
 
 
 def set_options(sock: socket.socket, config: SocketConfig) -> None:
-    """Apply the options of spec 12.1; a system that refuses one is left as it is."""
+    """Apply wire-protocol.md#socket-options; a system that refuses one is left as it is."""
     size = config.buffer_mb << 20
     options = [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -102,7 +103,9 @@ def connect(
     rounds: int = RETRY_ROUNDS,
     stopped: Callable[[], bool] = lambda: False,
 ) -> socket.socket:
-    """Connect to an address, retrying while the other side may still be starting (spec 12.2).
+    """Connect to an address, retrying while the other side may still be starting.
+
+    See docs/spec/wire-protocol.md#connecting.
 
     Args:
         address: Host and port to dial.

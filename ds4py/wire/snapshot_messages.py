@@ -1,4 +1,4 @@
-"""The five messages that move a shard of a session's cache (spec 2.5 to 2.8).
+"""Five messages that move a shard of a session's cache (wire-protocol.md#save-request and on).
 
 Owns: their layout, and the token list that they share with WORK. Refuses to know: what stands in a
 shard (`ds4py.snapshot`). Invariant: as in `ds4py.wire.messages`, which is the door to all of them.
@@ -23,7 +23,7 @@ _DONE: Final = struct.Struct(">QII")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Ask a worker for its shard of a session; fields as in spec 2.5."""
+    """Ask a worker for its shard of a session; fields as in wire-protocol.md#save-request."""
 
     model_id: int
     session_id: int
@@ -48,7 +48,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRecord:
-    """The fixed 60 bytes that BEGIN and LOAD_BEGIN share, unchecked; fields as in spec 2.6."""
+    """The fixed 60 bytes that BEGIN and LOAD_BEGIN share; see wire-protocol.md#snapshot-begin."""
 
     model_id: int
     session_id: int

@@ -1,8 +1,9 @@
-"""WORK and RESULT: a span goes out, its answer comes back (spec 2.3, 2.4).
+"""WORK and RESULT: a span goes out, its answer comes back (wire-protocol.md#work, #result).
 
-Owns: their layout, what a hop rewrites when it forwards (5.4) and relays (5.6). Refuses to know:
-whether the values make sense for a model (`ds4py.worker.work_frames` and kin). Invariant: as in
-`ds4py.wire.messages`, which is the door to all messages.
+Owns: their layout, what a hop rewrites when it forwards
+(docs/spec/wire-protocol.md#forwarded-fields) and relays (docs/spec/wire-protocol.md#return-path).
+Refuses to know: whether the values make sense for a model (`ds4py.worker.work_frames` and kin).
+Invariant: as in `ds4py.wire.messages`, which is the door to all messages.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class ResultKind(IntEnum):
 
 
 class WorkHeader(NamedTuple):
-    """The fixed 80 bytes of WORK, unchecked; fields and their order as in spec 2.3."""
+    """The fixed 80 bytes of WORK, unchecked; fields and their order as in wire-protocol.md#work."""
 
     model_id: int
     session_id: int
@@ -215,7 +216,7 @@ class Work:
 
 
 def forwarded(work: Work, next_entry: HopEntry, hidden: memoryview, bits: int) -> Work:
-    """Return the WORK for the next hop (spec 5.4).
+    """Return the WORK for the next hop (docs/spec/wire-protocol.md#forwarded-fields).
 
     Args:
         work: The WORK that this hop was given.
@@ -314,7 +315,7 @@ class Telemetry:
 
 
 class ResultHeader(NamedTuple):
-    """The fixed 40 bytes of RESULT; fields and their order as in spec 2.4."""
+    """The fixed 40 bytes of RESULT; fields and their order as in wire-protocol.md#result."""
 
     request_id: int
     result_hash: int
@@ -396,7 +397,10 @@ class Result:
         return printable(self.payload)
 
     def relayed(self, telemetry: Telemetry) -> Result:
-        """Return the RESULT that goes upstream: one more record, all else untouched (spec 5.6)."""
+        """Return the RESULT that goes upstream: one more record, all else untouched.
+
+        See docs/spec/wire-protocol.md#return-path.
+        """
         return Result(
             request_id=self.request_id,
             result_hash=self.result_hash,
@@ -426,7 +430,9 @@ class Result:
 
 
 class RelayedResult(NamedTuple):
-    """A RESULT on its way upstream, of which a hop reads the header only (spec 5.6).
+    """A RESULT on its way upstream, of which a hop reads the header only.
+
+    See docs/spec/wire-protocol.md#return-path.
 
     Encodes to what `Result.decode(body).relayed(record)` does.
 

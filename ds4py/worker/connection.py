@@ -3,8 +3,8 @@
 Owns: the reader of a control or data connection, the bound on what waits for the device, the
 connections to next hops. Refuses to know: who dialled, how layers are computed. Invariant: each
 WORK gets exactly one RESULT on this connection, and reading stops while `prefetch_depth` spans
-wait, so that back-pressure reaches the sender (docs/spec/wire-protocol.md 8.2). Single tokens hold
-little memory and are to meet in one batch: of these, a whole batch may wait.
+wait, so that back-pressure reaches the sender (docs/spec/wire-protocol.md#serving). Single tokens
+hold little memory and are to meet in one batch: of these, a whole batch may wait.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A worker hands out its shard of a session, or takes one.
 
-Owns: the checks of docs/spec/wire-protocol.md 2.5 and 2.6, what a peer is answered and whether its
-connection goes on. Refuses to know: what stands in a shard, other connections. Invariant: a stream
-that ends in the middle changes nothing; a shard that was taken whole either replaces the session or
-ends it.
+Owns: the checks of docs/spec/wire-protocol.md#save-request, #snapshot-begin, what a peer is
+answered and whether its connection goes on. Refuses to know: what stands in a shard, other
+connections. Invariant: a stream that ends in the middle changes nothing; a shard that was taken
+whole either replaces the session or ends it.
 
 All of it runs on the reader of the connection, which therefore reads no spans meanwhile; only
 copying from and to the caches runs on the device thread, behind the spans that came before.
@@ -231,7 +231,7 @@ def _raise_first(faults: Faults) -> None:
 
 
 def _save_faults(request: SaveRequest, facts: WorkerFacts) -> Faults:
-    """Row 2 of the table in spec 2.5."""
+    """Row 2 of the table in docs/spec/wire-protocol.md#save-request."""
     asked = (request.model_id, request.layer_start, request.layer_end)
     if asked != (facts.model_id, facts.layers.start, facts.layers.end):
         yield "S-STATE", "snapshot save request does not match worker state"
@@ -240,9 +240,10 @@ def _save_faults(request: SaveRequest, facts: WorkerFacts) -> Faults:
 
 
 def _load_faults(begin: LoadBegin, facts: WorkerFacts) -> Faults:
-    """Rows 3 to 5 of the table in spec 2.6.
+    """Rows 3 to 5 of the table in docs/spec/wire-protocol.md#snapshot-begin.
 
-    The whole list of tokens is in our hands, so a bad one leaves nothing unread (15, Q21).
+    The whole list of tokens is in our hands, so a bad one leaves nothing unread
+    (docs/spec/wire-protocol.md#quirks Q21).
     """
     if any(token >= facts.n_vocab for token in begin.tokens):
         yield "L-VOCAB", "snapshot token id is outside the model vocabulary"

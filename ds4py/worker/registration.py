@@ -1,8 +1,8 @@
 """A worker's way to the coordinator that it dials.
 
 Owns: connecting, the extension handshake and its plain fallback, the HELLO
-(docs/design/protocol-extensions.md, docs/spec/wire-protocol.md 8.1). Refuses to know: when to try
-again, what is served.
+(docs/design/protocol-extensions.md, docs/spec/wire-protocol.md#life-cycle). Refuses to know: when
+to try again, what is served.
 Invariant: a coordinator that knows no extensions sees one connection that it closes, and then
 exactly the stock protocol; with `plain` not even that.
 """

@@ -1,6 +1,6 @@
 """Between frames and the stage: is this WORK acceptable, what does it ask for, what is answered?
 
-Owns: the table of docs/spec/wire-protocol.md 2.3 in its order, with the words that a refused peer
+Owns: the table of docs/spec/wire-protocol.md#work in its order, with the words that a refused peer
 reads; which output a span asks for (8.6); the RESULT and the telemetry that come of it. Refuses to
 know: connections, threads, sessions and their hashes (rows from 24 on belong to
 `stage.session_table`). Invariant: the first failing row decides, because peers are tested for
@@ -97,7 +97,7 @@ class AcceptedWork(NamedTuple):
 
 
 def check_work(body: memoryview, facts: WorkerFacts) -> AcceptedWork | RefusedWork:
-    """Go through rows 1 to 23 (and 28, before any harm is done) of the table in spec 2.3.
+    """Go through rows 1 to 23 (and 28, before any harm is done) of wire-protocol.md#work.
 
     Args:
         body: Body of a WORK frame; an accepted work holds views into it.

@@ -1,6 +1,6 @@
 """A worker: owns one slice, serves anyone who connects, dials its coordinator if told to.
 
-Owns: the worker's life cycle (docs/spec/wire-protocol.md 8.1), its acceptor, its control
+Owns: the worker's life cycle (docs/spec/wire-protocol.md#life-cycle), its acceptor, its control
 connection. Refuses to know: what is said on a connection (`connection`), tensors. Invariant: a bad
 peer ends its own connection at most; the device and all other connections go on, and nobody gives
 up.
@@ -195,7 +195,7 @@ class Worker:
                 self._upstreams.discard(upstream)
 
     def _control(self) -> None:
-        """Dial the coordinator, serve it, and dial again for ever (spec 8.1)."""
+        """Dial the coordinator, serve it, and dial again for ever (wire-protocol.md#life-cycle)."""
         address = self._config.coordinator
         assert address is not None
         enlistment = self._client(address)
@@ -242,7 +242,10 @@ class Worker:
             upstream.forget_hop(address)
 
     def _dial_next_hop(self, address: Address, stopped: Callable[[], bool]) -> Connection:
-        """Connect to another worker's data port; no handshake of any kind (spec 5.5)."""
+        """Connect to another worker's data port; no handshake of any kind.
+
+        See docs/spec/wire-protocol.md#worker-links.
+        """
         card, n_ctx = self._runner.card, self._runner.n_ctx
         return self._connector.connect(
             address,

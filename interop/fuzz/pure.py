@@ -97,7 +97,8 @@ def plain_reading(
 ) -> tuple[list[tuple[int, bytes, bool]], str]:
     """Return (type, body, discarded) of every whole frame, and the class of what ends the stream.
 
-    Written from the text of spec 1.2 and 1.3, and unlike the reader with all bytes at hand.
+    Written from the text of docs/spec/wire-protocol.md#frame-header, #reading-rules, and unlike the
+    reader with all bytes at hand.
     """
     frames: list[tuple[int, bytes, bool]] = []
     at = 0
@@ -189,7 +190,7 @@ class Messages(Target):
         (written,) = cut_frames(b"".join([bytes(piece) for piece in encode(message)]))
         read = bytes(body)
         if kind in self._WITH_TAIL:
-            read = read[: len(written.body)]  # what follows the text is ignored (spec 1.2)
+            read = read[: len(written.body)]  # ignored: wire-protocol.md#frame-header
         assert written == (kind, read, 0), "not the same after writing it"
         return [type(message).__name__]
 

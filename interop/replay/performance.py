@@ -255,7 +255,7 @@ class _Stage:
             raise _EndedError
 
     def _check_window(self, talk: Conversation, where: str) -> None:
-        """Check that a coordinator whose window is full (spec 7.3) waits for an answer."""
+        """Check that a full window (wire-protocol.md#pipelined-prefill) waits for an answer."""
         window = max(2, min(8, len(self._scenario.worker_layers) + 2))
         if self._in_flight[talk] >= window and self._lines[talk].has_more():
             self._report.differ(where, "spans in flight", f"at most {window}", "more")

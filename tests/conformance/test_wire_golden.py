@@ -443,7 +443,7 @@ def test_all_recorded_requests_are_covered():
     assert {case["name"] for case in WORKER_CASES} >= BEHIND
 
 
-# --- appendix A of the specification ------------------------------------------------------------
+# --- wire-protocol.md#example-frames --------------------------------------------------------------
 
 SPEC = Path(__file__).parents[2] / "docs/spec/wire-protocol.md"
 EXAMPLES = {

@@ -24,7 +24,7 @@ from ds4py.wire.frames import (
 from ds4py.wire.messages import ErrorText, Result, decode
 from ds4py.worker import worker as worker_module
 from tests import golden
-from tests.clusters import SOCKETS, start_worker, wait_until
+from tests.clusters import SOCKETS, registered, start_worker, wait_until
 from tests.fake_runner import FakeRunner
 from tests.sockets import read_to_end
 
@@ -146,9 +146,9 @@ def test_a_live_coordinator_answers_like_the_recorded_one(case) -> None:
             assert decode(frame).text.startswith(recorded["message"])
         if case["closed_by_peer"]:
             assert read_to_end(sock) == b""
-            assert not coordinator.workers.registry.records
+            assert not registered(coordinator)
         else:
-            wait_until(lambda: len(coordinator.workers.registry.records) == 1, "it is registered")
+            wait_until(lambda: len(registered(coordinator)) == 1, "it is registered")
             sock.settimeout(0.05)
             with pytest.raises(TimeoutError):
                 sock.recv(1)

@@ -29,7 +29,7 @@ from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.acceptor import Acceptor
 from ds4py.transport.sockets import Listener
-from tests.clusters import ANY_PORT, SOCKETS, span, wait_until
+from tests.clusters import ANY_PORT, SOCKETS, registered, span, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
 from tests.processes import environment
 from tests.sockets import read_exactly
@@ -312,7 +312,7 @@ class Fleet:
 
     def links(self) -> dict[int, LinkId]:
         """Connections of the coordinator by the first layer behind them."""
-        return {r.layers.start: r.link for r in self.coordinator.workers.registry.records}
+        return {r.layers.start: r.link for r in registered(self.coordinator)}
 
     def wait_new_link(self, old: LinkId) -> None:
         """Wait until all stages are known again, one of them over another connection."""

@@ -255,7 +255,10 @@ def test_a_result_that_is_bigger_than_promised_is_not_used(
 
 
 def test_hidden_states_are_refused_where_nobody_holds_the_head() -> None:
-    """They fit the span, and a coordinator with the head would take them (wire spec 7.6)."""
+    """They fit the span, and a coordinator with the head would take them.
+
+    See docs/spec/wire-protocol.md#decode.
+    """
     with by_hand() as (c, peer, session):
         asking = Background(lambda: session.sync(PROMPT))
         answer = logits_for(take_work(peer))

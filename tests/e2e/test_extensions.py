@@ -93,7 +93,7 @@ def test_a_stopped_coordinator_loses_its_workers_and_finds_them_again(
 ) -> None:
     """Workers that dial in drop the dead connection and keep everything else."""
     with ExitStack() as stack:
-        inner = stack.enter_context(Launcher(launch._folder / "dial-in"))
+        inner = stack.enter_context(launch.inside("dial-in"))
         server = inner.server(
             *("--dist-role", "coordinator", "--dist-listen", "127.0.0.1:0", "-m", toy),
             *("--precision", "f32", "--dist-alive-timeout", ALIVE_SECONDS),
@@ -142,7 +142,7 @@ def test_what_is_done_of_a_prompt_whose_client_is_gone_is_kept(
 
 def test_plain_programs_work_together_too(launch: Launcher, toy: Path, alone: Alone) -> None:
     with ExitStack() as stack:
-        inner = stack.enter_context(Launcher(launch._folder / "plain"))
+        inner = stack.enter_context(launch.inside("plain"))
         server = inner.server(
             *("--dist-role", "coordinator", "--dist-listen", "127.0.0.1:0", "-m", toy),
             *("--precision", "f32", "--dist-plain"),

@@ -221,7 +221,7 @@ def test_one_request_at_a_time_always_finds_room(cuts, local, can_rewind) -> Non
     with cluster(cuts, local=local, n_sessions=6, can_rewind=can_rewind, chunk=4) as c:
         c.wait_ready()
         own = [] if c.coordinator.local is None else [c.coordinator.local.runner]
-        for runner in (*own, *(w.stage.device.runner for w in c.workers)):
+        for runner in (*own, *c.runners):
             runner.kv_budget = 28  # type: ignore[attr-defined]
 
         @settings(max_examples=15, deadline=None)

@@ -298,7 +298,7 @@ def test_tokens_that_wait_together_are_one_batch_at_every_stage() -> None:
         for call, line in zip(asking, lines, strict=True):
             np.testing.assert_array_equal(call.result(), reference_logits([*line, 50]))
         long.result()
-        assert max(device.runner.batches) == 3  # type: ignore[attr-defined]
+        assert max(c.runners[0].batches) == 3
 
 
 def test_sessions_fill_different_stages_at_the_same_time() -> None:
@@ -317,10 +317,9 @@ def test_sessions_fill_different_stages_at_the_same_time() -> None:
             second.sync([3, 4])
             asking = Background(lambda: first.eval(50))
             assert reached.wait(DEADLINE)
-            n_before = len(c.workers[0].stage.device.runner.evaluated)  # type: ignore[attr-defined]
+            n_before = len(c.runners[0].evaluated)
             other = Background(lambda: second.eval(51))
-            runner = c.workers[0].stage.device.runner
-            wait_until(lambda: len(runner.evaluated) > n_before, "the first stage goes on")  # type: ignore[attr-defined]
+            wait_until(lambda: len(c.runners[0].evaluated) > n_before, "the first stage goes on")
             assert not asking.done
             held.set()
             np.testing.assert_array_equal(asking.result(), reference_logits([1, 2, 50]))
@@ -349,7 +348,7 @@ def test_all_sessions_go_on_exactly_after_the_loss_of_a_stage(lost: int) -> None
         wait_until(lambda: len(n_done) > 8, "several decode")
         old = c.workers[lost]
         old.close()
-        c.workers[lost] = start_worker(FakeRunner(old._context.facts.layers), listen=old.address)
+        c.workers[lost] = start_worker(FakeRunner(c.runners[lost].layers), listen=old.address)
         for call in running:
             call.result()
 

@@ -51,7 +51,7 @@ ROUTES: dict[int, tuple[list[str], str | None]] = {
 def runners(c: Cluster) -> list[FakeRunner]:
     """Every stage's, the coordinator's own first."""
     own = [] if c.coordinator.local is None else [c.coordinator.local.runner]
-    return [*own, *(w.stage.device.runner for w in c.workers)]  # type: ignore[list-item]
+    return [*own, *c.runners]  # type: ignore[list-item]
 
 
 class Patience:
@@ -405,8 +405,8 @@ def test_what_a_lost_stage_held_is_not_asked_of_the_one_that_replaces_it(lost: i
             old = c.workers[lost]
             old.close()
             wait_until(lambda: not c.coordinator.health().ready, "the loss is known")
-            fresh = FakeRunner(old._context.facts.layers, n_ctx=N_CTX)
-            c.workers[lost] = start_worker(fresh, listen=old.address)
+            c.runners[lost] = FakeRunner(c.runners[lost].layers, n_ctx=N_CTX)
+            c.workers[lost] = start_worker(c.runners[lost], listen=old.address)
             c.wait_ready()
             check(second, SECOND, 0)
             assert not any(r.forked for r in runners(c))
@@ -429,7 +429,7 @@ def test_a_stage_that_forgot_the_head_costs_a_replay_and_nothing_else(stage, loc
             forgetful.end(first.session_id)
             wait_until(lambda: not len(forgetful.sessions), "it is forgotten")
             check(second, SECOND, 0)
-            assert not c.workers[stage].stage.device.runner.forked  # type: ignore[attr-defined]
+            assert not c.runners[stage].forked
             np.testing.assert_array_equal(second.eval(9), reference_logits([*SECOND, 9]))
             np.testing.assert_array_equal(first.eval(9), reference_logits([*FIRST, 9]))
 

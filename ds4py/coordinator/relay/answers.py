@@ -1,8 +1,8 @@
 """What the RESULT of a chunk is worth to the run that sent it.
 
-Owns: the table of docs/spec/wire-protocol.md 2.4 in its order, the logits in an answer, whether one
-that is not admitted costs the connection. Refuses to know: windows, waiting. Invariant: no byte of
-an answer is used before it was compared with what was asked; the first failing row decides.
+Owns: the table of docs/spec/wire-protocol.md#result in its order, the logits in an answer, whether
+one that is not admitted costs the connection. Refuses to know: windows, waiting. Invariant: no byte
+of an answer is used before it was compared with what was asked; the first failing row decides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Faults = Iterator[tuple[str, str]]
 
 
 class Awaited(Enum):
-    """Which answers a span admits (spec 7.4, 7.6)."""
+    """Which answers a span admits (docs/spec/wire-protocol.md#accepted-results, #decode)."""
 
     CHUNK = "a chunk of a pipelined prefill, not the last"
     LAST_CHUNK = "the last chunk of a pipelined prefill"
@@ -91,7 +91,7 @@ class FailedResult:
 
 
 def check_result(result: Result, expected: ExpectedResult) -> AcceptedResult | FailedResult:
-    """Go through rows 7 to 10 of the table in spec 2.4; rows 1 to 6 are reading and matching."""
+    """Go through rows 7 to 10 of wire-protocol.md#result; rows 1 to 6 are reading and matching."""
     if result.status != 0:
         return FailedResult(cause="remote", kind="R-STATUS", text=result.text or "(no reason)")
     for kind, text in _result_faults(result, expected):

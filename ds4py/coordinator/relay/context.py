@@ -16,7 +16,7 @@ from ds4py.contracts import ModelCard
 from ds4py.transport.connector import Connector
 
 FIRST_TRANSFER: Final = 1 << 63
-"""Request ids of saved sessions count from here (docs/spec/wire-protocol.md 3)."""
+"""Request ids of saved sessions count from here (docs/spec/wire-protocol.md#ids)."""
 
 
 def _counter(first: int) -> Callable[[], int]:

@@ -182,7 +182,8 @@ def dial_priority_channel(
     """Open a further connection to a registered worker.
 
     Another ds4py is greeted, so that both sides watch the connection and a hop knows who drives it;
-    a plain one is not: its data port takes spans without a word (spec 13.3).
+    a plain one is not: its data port takes spans without a word
+    (docs/spec/wire-protocol.md#as-coordinator).
 
     Args:
         record: The worker.

@@ -1,13 +1,14 @@
 """A session of a route becomes one payload, and a payload becomes a session again.
 
 Owns: pulling every stage's shard, joining them, cutting a payload and pushing the shards
-(docs/spec/wire-protocol.md 11). Refuses to know: timelines, replay, files. Invariant: each remote
-operation has a connection of its own, to the hop's data port, and ends in bounded time; nothing
-that happens on it touches the route.
+(docs/spec/wire-protocol.md#snapshots). Refuses to know: timelines, replay, files. Invariant: each
+remote operation has a connection of its own, to the hop's data port, and ends in bounded time;
+nothing that happens on it touches the route.
 
-What we ask of a route of DeepSeek V4: every stage has the same context (spec 15, Q23). Shards that
-differ in `prefill_cap`, `raw_cap` or `comp_cap`, which a C coordinator refuses, are joined: none of
-these says anything about the tensors, and the payload names those of the first stage.
+What we ask of a route of DeepSeek V4: every stage has the same context
+(docs/spec/wire-protocol.md#quirks Q23). Shards that differ in `prefill_cap`, `raw_cap` or
+`comp_cap`, which a C coordinator refuses, are joined: none of these says anything about the
+tensors, and the payload names those of the first stage.
 
 Shards of other models have a form of ours (docs/spec/kv-payload.md) and travel in the same frames:
 no C peer serves such a model.
@@ -193,7 +194,7 @@ class KvTransfer:
 
 
 def _check_begin(begin: SnapshotBegin, request: SaveRequest, sizes: Sequence[int]) -> None:
-    """Compare a successful BEGIN with what was asked (spec 2.6)."""
+    """Compare a successful BEGIN with what was asked (wire-protocol.md#snapshot-begin)."""
     echo = ("model_id", "session_id", "request_id", "token_hash", "layer_start", "layer_end")
     for field in echo:
         got, expected = getattr(begin, field), getattr(request, field)

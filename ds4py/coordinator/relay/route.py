@@ -129,7 +129,7 @@ class Route:
 
 
 def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:
-    """Encode the hops and the return record (spec 5.1)."""
+    """Encode the hops and the return record (docs/spec/wire-protocol.md#route-plan)."""
     return encode_route(
         [
             HopEntry(
@@ -145,7 +145,7 @@ def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:
 
 
 def work_flags(shape: RouteShape, chunk: Chunk, *, ack_early: bool) -> WorkFlags:
-    """Return the flags of a chunk's frame to hop 0 (spec 7.3).
+    """Return the flags of a chunk's frame to hop 0 (docs/spec/wire-protocol.md#pipelined-prefill).
 
     Args:
         shape: The route.

@@ -1,10 +1,10 @@
 """How any body is read: JSON bytes to structs, and what is forgiven on the way.
 
 Owns: the JSON reader, the sentence that a wrong body earns, ranges of numbers, the source text of a
-value, the texts of contents and tools (docs/spec/server-and-cli.md 1.3, 1.8). Refuses to know:
-which members there are. Invariant: what does not fit is a `RequestError` with status 400, whatever
-the bytes were; schemas of tools and arguments of past calls are the client's own JSON texts, byte
-for byte, since they enter the prompt.
+value, the texts of contents and tools (docs/spec/server-and-cli.md#errors, #prompts). Refuses to
+know: which members there are. Invariant: what does not fit is a `RequestError` with status 400,
+whatever the bytes were; schemas of tools and arguments of past calls are the client's own JSON
+texts, byte for byte, since they enter the prompt.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What bodies say about the answer, in whatever API.
 
 Owns: the members that APIs share: sampling, limits, stop texts, reasoning, forms of the answer
-(docs/spec/server-and-cli.md 1.4, 1.5, 3.2). Refuses to know: messages, tokens, replies. Invariant:
-what comes out is in range.
+(docs/spec/server-and-cli.md#request-fields, #sampling, #thinking-controls). Refuses to know:
+messages, tokens, replies. Invariant: what comes out is in range.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def effort_word(param: str, effort: str | None) -> str | None:
 
 
 def thinking_word(model: str | None, effort: str | None, *, on: bool | None) -> str | None:
-    """Return how much to reason (docs/spec/server-and-cli.md 3.2): off wins over any effort.
+    """Return how much to reason (server-and-cli.md#thinking-controls): off wins over any effort.
 
     Args:
         model: Two names say something about it, if nothing else does.

@@ -1,4 +1,6 @@
-"""What every API's reply can do, and what they share (docs/spec/server-and-cli.md 1.10 to 1.12).
+"""What every API's reply can do, and what they share.
+
+See docs/spec/server-and-cli.md#usage, #chat-completions, #completions.
 
 Owns: the protocol `ResponseShape`, server-sent events as bytes, rates, the members that chat and
 completions have in common. Refuses to know: sockets, order and timing of sending. Invariant: a

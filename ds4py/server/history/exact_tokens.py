@@ -1,9 +1,9 @@
 """What conversations look like when they come back, beside what the model really said.
 
 Owns: pairs of a visible transcript (as a prompt would show it) and the exact tokens behind it, and
-the prompts that go on from the latter (docs/spec/server-and-cli.md 4.2). Refuses to know: sessions,
-chat formats, text. Invariant: a prompt is only ever replaced by one that begins with exact tokens
-and ends with the prompt's own; nothing is tokenized again.
+the prompts that go on from the latter (docs/spec/server-and-cli.md#matching-order). Refuses to
+know: sessions, chat formats, text. Invariant: a prompt is only ever replaced by one that begins
+with exact tokens and ends with the prompt's own; nothing is tokenized again.
 
 Prompts differ from what was said for two reasons: formats leave old reasoning out, and a model may
 spell a word by other tokens than a tokenizer would. Both break the prefix that a session holds.

@@ -250,7 +250,7 @@ class PromptWriter:
         """Return the ids of a bare prompt.
 
         Token ids are taken as they are. What becomes of a text is the model's chat format to say
-        (docs/spec/server-and-cli.md 1.8.7), unless it is a whole prompt already.
+        (docs/spec/server-and-cli.md#prompts, item 7), unless it is a whole prompt already.
         """
         content, n_ctx = prompt.content, self._backend.n_ctx
         if isinstance(content, str):
@@ -315,7 +315,7 @@ def _turn(message: ChatMessage, said: ToolCallMemory | None) -> dict[str, object
 
 
 def check_fits(prompt: Sequence[int], n_ctx: int, *, param: str) -> None:
-    """Refuse a prompt that is empty or leaves no room (docs/spec/server-and-cli.md 1.9).
+    """Refuse a prompt that is empty or leaves no room (docs/spec/server-and-cli.md#overflow).
 
     Clients compact their conversation on this very wording and these fields.
 

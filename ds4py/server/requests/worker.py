@@ -34,7 +34,7 @@ from ds4py.snapshot.kvc import Reason
 _log = logging.getLogger(__name__)
 
 _DS4_SAMPLING: Final = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05)
-"""Of ds4 while its model reasons, whatever a request says (docs/spec/server-and-cli.md 1.5)."""
+"""Of ds4 while its model reasons, whatever a request says (server-and-cli.md#sampling)."""
 
 _SAVE_SECONDS: Final = 5.0
 """Time that the end of a server waits for sessions that are still in use."""
@@ -238,8 +238,8 @@ class GenerationTask:
                     self._state.note_prefilled(event.n_cached)
                     self._emit(Started(self._state.n_prompt, self._state.n_cached or 0))
                 case Token():
-                    # between two tokens, never inside of calls (docs/spec/server-and-cli.md 4.3):
-                    # half a block is in no later prompt
+                    # between two tokens, never inside of calls
+                    # (docs/spec/server-and-cli.md#disk-cache): half a block is in no later prompt
                     if disk_prefixes is not None and not self._reply.in_block:
                         disk_prefixes.grown(session)
                     self._reply.take(event)

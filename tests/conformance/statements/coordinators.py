@@ -106,7 +106,7 @@ def fleet(*members: Member, local: str | None = None, head: bool = False) -> Ite
 
 
 def hops(asked: Asked) -> list[Hop]:
-    """Read a route blob (5.1)."""
+    """Read a route blob (docs/spec/wire-protocol.md#route-plan)."""
     found, at = [], 0
     for _ in range(asked.route_count):
         size, port, start, end, output = struct.unpack_from(">5I", asked.blob, at)

@@ -175,7 +175,8 @@ def test_statement_057_the_window() -> None:
 def test_statement_058_an_unreachable_next_hop(monkeypatch) -> None:
     """A next hop that cannot be reached is an error RESULT (W-FWD), and upstream stands.
 
-    The session has advanced all the same (15, Q37): without a reset, the same span is a mismatch.
+    The session has advanced all the same (docs/spec/wire-protocol.md#quirks Q37): without a reset,
+    the same span is a mismatch.
     """
     monkeypatch.setattr(worker_module, "NEXT_HOP_ROUNDS", 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -193,7 +194,8 @@ def test_statement_059_a_next_hop_that_closes() -> None:
 
     Differs from C: every other pending request gets one too, and the connection upstream stands, as
     statement 61 recommends for an idle close. C leaves them unanswered and shuts it down, so that a
-    coordinator replays over a connection that is about to end (15, Q7).
+    coordinator replays over a connection that is about to end (docs/spec/wire-protocol.md#quirks
+    Q7).
     """
     with scene() as s:
         s.ask_many(3)

@@ -1,4 +1,4 @@
-"""Statements 45 to 52: answers of a worker, and every row of table 2.4 in a coordinator."""
+"""Statements 45 to 52: answers of a worker, and wire-protocol.md#result row by row."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_statement_051_telemetry_is_optional(telemetry: bytes) -> None:
         np.testing.assert_array_equal(asking.result().logits, np.arange(N_VOCAB))
 
 
-# --- table 2.4 ---------------------------------------------------------------------------------
+# --- table docs/spec/wire-protocol.md#result ------------------------------------------------------
 
 EXPECTED = ExpectedResult(
     result_hash=token_hash(PROMPT),

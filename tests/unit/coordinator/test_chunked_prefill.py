@@ -1,4 +1,4 @@
-"""Chunks and windows of docs/spec/wire-protocol.md section 7."""
+"""Chunks and windows of docs/spec/wire-protocol.md#prefill."""
 
 from __future__ import annotations
 

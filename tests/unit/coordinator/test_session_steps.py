@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4py.bench.selfcheck.null_runner import NullRunner, null_card
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
@@ -22,6 +21,7 @@ from ds4py.coordinator.session import ClusterSession
 from ds4py.layer_range import LayerRange
 from tests.clusters import SOCKETS, Cluster, cluster
 from tests.fake_runner import reference_logits
+from tools.benchmarks.null_runner import NullRunner, null_card
 
 CHUNK, N_CTX = 4, 64
 

@@ -24,7 +24,7 @@ from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText
 from ds4py.worker import worker as worker_module
 from tests.by_hand import PROMPT, QUICK, WHOLE, dialling, n_workers
-from tests.clusters import ANY_PORT, SOCKETS, cluster, span, start_worker, wait_until
+from tests.clusters import ANY_PORT, SOCKETS, cluster, registered, span, start_worker, wait_until
 from tests.fake_runner import WIDTH, FakeRunner, card
 from tests.peers import N_CTX
 from tests.sockets import Background, frames_over
@@ -42,7 +42,7 @@ def quick(monkeypatch) -> None:
 def test_a_coordinator_learns_the_same_of_a_worker_whoever_dials(dial_in) -> None:
     with cluster(["0-5"], dial_in=dial_in) as c:
         c.wait_ready()
-        (record,) = c.coordinator.workers.registry.records
+        (record,) = registered(c.coordinator)
         assert record.features == FEATURES
         assert (record.alive_timeout, record.weight_bytes, record.n_ctx) == (10, 6000, 64)
         assert record.address.port == c.workers[0].address.port
@@ -54,7 +54,7 @@ def test_a_dialling_worker_is_answered_and_serves() -> None:
         theirs = exchange(peer, worker_hello(WHOLE, alive_timeout=3.5))
         assert (theirs.role, theirs.build) == ("coordinator", build_id())
         c.wait_ready()
-        (record,) = c.coordinator.workers.registry.records
+        (record,) = registered(c.coordinator)
         assert (record.address, record.alive_timeout) == (Address("127.0.0.1", 7009), 3.5)
 
 
@@ -176,8 +176,8 @@ def test_a_plain_coordinator_that_gives_way_to_a_ds4py_is_found_again(monkeypatc
     coordinator = Coordinator(card(), 64, QUICK, SOCKETS)
     port = coordinator_port(Listener(door.address, SOCKETS), coordinator)
     port.start()
-    wait_until(lambda: bool(coordinator.workers.registry.records), "it has come")
-    assert coordinator.workers.registry.records[0].features == FEATURES
+    wait_until(lambda: bool(registered(coordinator)), "it has come")
+    assert registered(coordinator)[0].features == FEATURES
     port.close()
     coordinator.close()
     worker.close()
@@ -230,14 +230,17 @@ def test_a_plain_worker_that_gives_way_to_a_ds4py_is_found_again(monkeypatch) ->
         wait_until(lambda: not c.coordinator.health().ready, "it is missed")
         worker = start_worker(FakeRunner(WHOLE), listen=plain.address)
         c.wait_ready()
-        assert c.coordinator.workers.registry.records[0].features == FEATURES
+        assert registered(c.coordinator)[0].features == FEATURES
         with c.backend.lease(PROMPT) as session:
             session.sync(PROMPT)
     worker.close()
 
 
 def test_two_ds4py_workers_of_one_host_and_range_stand_side_by_side() -> None:
-    """The stock protocol takes the second for the first one come back (spec 6.3)."""
+    """The stock protocol takes the second for the first one come back.
+
+    See docs/spec/wire-protocol.md#registry.
+    """
     with (
         cluster([]) as c,
         extended_worker(c.port.address, WHOLE, alive_timeout=5.0),
@@ -245,6 +248,6 @@ def test_two_ds4py_workers_of_one_host_and_range_stand_side_by_side() -> None:
     ):
         wait_until(lambda: n_workers(c) == 2, "both are registered")
         with extended_worker(c.port.address, span("0-5"), alive_timeout=5.0):
-            wait_until(lambda: len(c.coordinator.workers.retired) == 1, "the first has come back")
-            ports = [r.address.port for r in c.coordinator.workers.registry.records]
+            wait_until(lambda: len(c.coordinator._retired) == 1, "the first has come back")
+            ports = [r.address.port for r in registered(c.coordinator)]
             assert ports == [7010, 7009]

@@ -38,7 +38,7 @@ from ds4py.wire.frames import (
 from ds4py.wire.messages import ErrorText, Hello, Work, decode, encode
 from ds4py.worker.worker import Worker
 from tests import golden
-from tests.clusters import SOCKETS, wait_until
+from tests.clusters import SOCKETS, registered, wait_until
 from tests.fake_runner import FakeRunner
 from tests.sockets import Background, frames_over
 from tests.strategies import read_frames
@@ -327,7 +327,7 @@ def test_a_plain_coordinator_is_as_deaf_as_the_c_one() -> None:
         worker = Worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL), config, SOCKETS)
         worker.start()
         wait_until(lambda: coordinator.health().ready, "it is registered")
-        (record,) = coordinator.workers.registry.records
+        (record,) = registered(coordinator)
         assert (record.features, record.alive_timeout) == (frozenset(), None)
         worker.close()
 

@@ -140,7 +140,7 @@ def with_hash(tokens):
     return {"tokens": tokens, "result_hash": extend(INIT, tokens)}
 
 
-# (class, WORK, worker): the rows of spec 2.3 in their order
+# (class, WORK, worker): the rows of docs/spec/wire-protocol.md#work in their order
 REFUSALS = [
     ("W-NOROUTE", work(HOP_1, route_count=0), MIDDLE),
     ("W-ROUTEIDX", work(HOP_1, route_index=1), MIDDLE),
@@ -272,7 +272,7 @@ PEER = PeerHello(
     layer_end=5,
     has_output=True,
 )
-# (class, changes) in the order of spec 2.1
+# (class, changes) in the order of docs/spec/wire-protocol.md#hello
 HELLO_FAULTS = [
     ("H-MODEL-ID", {"model_id": 8}),
     ("H-MODEL-NAME", {"model_name": b"boy"}),
@@ -391,7 +391,8 @@ LOGITS_RESULT = answer(ResultKind.LOGITS, 4 * VOCAB)
 HIDDEN_RESULT = answer(ResultKind.HIDDEN_STATE, 4 * 3 * WIDTH)
 
 
-# spec 7.4 and 7.6: which kinds are admitted, with and without the output flag on the final entry
+# which kinds are admitted (docs/spec/wire-protocol.md#accepted-results, #decode), with and without
+# the output flag on the final entry
 @pytest.mark.parametrize(
     ("awaited", "final_has_output", "admitted"),
     [

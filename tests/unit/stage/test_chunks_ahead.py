@@ -162,7 +162,7 @@ def test_a_session_that_begins_anew_behind_a_span_that_fails_is_not_disturbed() 
 
 
 def test_a_first_span_that_failed_is_admitted_again_without_a_reset() -> None:
-    """Spec 8.5, as if the failure had come at once."""
+    """docs/spec/wire-protocol.md#evaluation-checks, as if the failure had come at once."""
     once = iter([BROKEN])
 
     def arrive(_: ForwardRequest) -> None:

@@ -1,4 +1,4 @@
-"""Which span may continue which session: spec 8.3 to 8.5 and checklist 38 to 43."""
+"""Which span may continue which session: wire-protocol.md#kv-sessions, #checklist 38 to 43."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_after_a_failure_of_the_device_only_a_fresh_start_is_admitted(error) -> 
 
 
 def test_after_a_failure_of_the_first_span_position_zero_needs_no_reset() -> None:
-    """Spec 8.5: a timeline that is not valid admits position 0."""
+    """wire-protocol.md#evaluation-checks: a timeline that is not valid admits position 0."""
     stage = lines()
     span = claim([], [5])
     stage.admit(span, US)

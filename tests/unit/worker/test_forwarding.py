@@ -1,4 +1,4 @@
-"""A worker between a hand-driven driver and hand-driven next hops: spec 5, checklist 53 to 61."""
+"""A worker between hand-driven neighbours: wire-protocol.md#routes, #checklist 53 to 61."""
 
 from __future__ import annotations
 

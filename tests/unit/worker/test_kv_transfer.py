@@ -1,4 +1,4 @@
-"""A live worker saves and loads sessions for a hand-driven peer (spec 2.5 to 2.8, 87 to 92)."""
+"""A live worker saves and loads for a hand-driven peer (wire-protocol.md#checklist 87 to 92)."""
 
 from __future__ import annotations
 

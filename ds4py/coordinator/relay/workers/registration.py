@@ -1,8 +1,9 @@
 """The coordinator's door for workers that dial it.
 
-Owns: the wait for their first frame, both forms of introduction, who is let in (spec 2.1 and
-docs/design/protocol-extensions.md). Refuses to know: routes, what a worker does afterwards.
-Invariant: to be let in, a worker of the stock protocol hears nothing at all.
+Owns: the wait for their first frame, both forms of introduction, who is let in
+(docs/spec/wire-protocol.md#hello and docs/design/protocol-extensions.md). Refuses to know: routes,
+what a worker does afterwards. Invariant: to be let in, a worker of the stock protocol hears nothing
+at all.
 """
 
 from __future__ import annotations

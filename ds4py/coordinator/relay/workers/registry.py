@@ -66,8 +66,8 @@ class Registry:
         """Register a worker and return the entries that it replaces.
 
         A worker that dialled us replaces earlier ones of the same host and slice whatever their
-        port, since it is most likely the same one come back (spec 6.3): unless the earlier one is
-        known to be alive, then the newcomer stands by.
+        port, since it is most likely the same one come back (docs/spec/wire-protocol.md#registry):
+        unless the earlier one is known to be alive, then the newcomer stands by.
         """
         replaced = [old for old in self._records if _replaces(record, old)]
         self._records = [old for old in self._records if old not in replaced] + [record]

@@ -1,9 +1,9 @@
 """What a coordinator makes of what a worker says of itself.
 
-Owns: the table of docs/spec/wire-protocol.md 2.1 in its order, with the words that a refused worker
-reads, and the record of one that is not refused (docs/design/protocol-extensions.md). Refuses to
-know: who dials whom, what follows. Invariant: the first failing row decides, and no record is made
-of a worker that was refused.
+Owns: the table of docs/spec/wire-protocol.md#hello in its order, with the words that a refused
+worker reads, and the record of one that is not refused (docs/design/protocol-extensions.md).
+Refuses to know: who dials whom, what follows. Invariant: the first failing row decides, and no
+record is made of a worker that was refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CoordinatorFacts:
 
 
 def check_hello(hello: Hello | PeerHello, facts: CoordinatorFacts) -> Refusal | None:
-    """Go through rows 5 to 14 of the table in spec 2.1; rows 1 to 4 are decoding.
+    """Go through rows 5 to 14 of the table in wire-protocol.md#hello; rows 1 to 4 are decoding.
 
     Args:
         hello: What a worker said, in plain or in extended form.

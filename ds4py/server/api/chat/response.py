@@ -1,4 +1,4 @@
-"""Replies of `/v1/chat/completions` (docs/spec/server-and-cli.md 1.10 to 1.12).
+"""Replies of `/v1/chat/completions` (server-and-cli.md#usage, #chat-completions, #completions).
 
 Owns: the JSON of whole replies and of chunks. Refuses to know: sockets, where the numbers came
 from. Invariant: as in `api.reply`.

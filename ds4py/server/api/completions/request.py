@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` (docs/spec/server-and-cli.md 1.4, 1.8.7).
+"""Bodies of `/v1/completions` (docs/spec/server-and-cli.md#request-fields, #prompts item 7).
 
 Owns: their members. Refuses to know: tokens, templates, replies. Invariant: as in `api.json_body`.
 """

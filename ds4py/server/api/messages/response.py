@@ -1,4 +1,4 @@
-"""Replies of `/v1/messages` (docs/spec/server-and-cli.md 1.10, 1.14).
+"""Replies of `/v1/messages` (docs/spec/server-and-cli.md#usage, #messages).
 
 Owns: the JSON of whole replies and of events, the order and numbers of blocks. Refuses to know:
 sockets, where the numbers came from. Invariant: blocks never overlap, their numbers go up by one,

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` (docs/spec/server-and-cli.md 1.4, 1.13).
+"""Bodies of `/v1/responses` (docs/spec/server-and-cli.md#request-fields, #responses).
 
 Owns: their members and items. Refuses to know: tokens, templates, replies, kinds of tools
 (`tools`). Invariant: as in `api.json_body`; unlike in other APIs, contents are strict: what is

@@ -1,4 +1,4 @@
-"""Replies of `/v1/responses` (docs/spec/server-and-cli.md 1.10, 1.13).
+"""Replies of `/v1/responses` (docs/spec/server-and-cli.md#usage, #responses).
 
 Owns: the JSON of whole replies and of events, items with their numbers and ids. Refuses to know:
 sockets, where the numbers came from. Invariant: items never overlap; each that was added is done,

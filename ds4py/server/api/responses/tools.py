@@ -1,8 +1,8 @@
 """Kinds of tools that `/v1/responses` knows, as functions that any model can call.
 
 Owns: how each kind is offered to the model, and what its calls look like to the client
-(docs/spec/server-and-cli.md 1.13, 2.1). Refuses to know: items, templates. Invariant: a plain
-function is offered in the client's own words.
+(docs/spec/server-and-cli.md#responses, #tools-to-prompt). Refuses to know: items, templates.
+Invariant: a plain function is offered in the client's own words.
 """
 
 from __future__ import annotations

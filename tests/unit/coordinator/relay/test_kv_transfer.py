@@ -1,4 +1,4 @@
-"""Sessions are saved from any route and loaded into any other (spec 11); hops that misbehave cost
+"""Sessions are saved from any route and loaded into any other; hops that misbehave cost
 the operation, never the route."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flags of the frames to hop 0, as docs/spec/wire-protocol.md section 7 has them."""
+"""Flags of the frames to hop 0, as docs/spec/wire-protocol.md#prefill has them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flags(n: int, chunk: int, shape: RouteShape, *, start: int = 0, ack: bool = 
 @pytest.mark.parametrize(
     ("n", "chunk", "shape", "options", "expected"),
     [
-        (7, 2, OUTPUT_WORKER, {}, [0xF, 0xB, 0xB, 0x3]),  # the example of 7.3
+        (7, 2, OUTPUT_WORKER, {}, [0xF, 0xB, 0xB, 0x3]),  # wire-protocol.md#pipelined-prefill
         (7, 2, MIDDLE_WORKER, {}, [0xD, 0x9, 0x9, 0x1]),
         (7, 2, FIRST_WORKER, {}, [0xC, 0x8, 0x8, 0x0]),
         (7, 2, OUTPUT_WORKER, {"start": 2}, [0xB, 0xB, 0x3]),  # a suffix resets nothing

@@ -1,4 +1,4 @@
-"""Reply shapes: exactly the keys of docs/spec/server-and-cli.md 1.10 to 1.12."""
+"""Reply shapes: exactly the keys of server-and-cli.md#usage, #chat-completions, #completions."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages`: docs/spec/server-and-cli.md 1.4, 1.8, 3.2."""
+"""Bodies of `/v1/messages`: server-and-cli.md#request-fields, #prompts, #thinking-controls."""
 
 import json
 

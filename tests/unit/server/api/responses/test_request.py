@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`: docs/spec/server-and-cli.md 1.13, C17, C18, C42."""
+"""Bodies of `/v1/responses`: docs/spec/server-and-cli.md#responses, C17, C18, C42."""
 
 import json
 

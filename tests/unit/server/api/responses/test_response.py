@@ -1,4 +1,4 @@
-"""Replies of `/v1/responses`: docs/spec/server-and-cli.md 1.13, C37 to C41."""
+"""Replies of `/v1/responses`: docs/spec/server-and-cli.md#responses, C37 to C41."""
 
 import json
 

@@ -12,9 +12,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
-from ds4py.bench.selfcheck import targets
-from ds4py.bench.selfcheck.llama import NO_RPC, over_rpc
-from ds4py.bench.selfcheck.processes import (
+from ds4py.config import EngineConfig
+from ds4py.engine.open import read_model
+from ds4py.layer_range import LayerRange, balanced_cuts
+from ds4py.tracing.events import COORDINATOR, Shares
+from tools.benchmarks import targets
+from tools.benchmarks.llama import NO_RPC, over_rpc
+from tools.benchmarks.processes import (
     Rates,
     WorkerSettings,
     child,
@@ -23,8 +27,8 @@ from ds4py.bench.selfcheck.processes import (
     told_rates,
     whole_model,
 )
-from ds4py.bench.selfcheck.sections import SMOLLM2, Bench
-from ds4py.bench.selfcheck.targets import (
+from tools.benchmarks.sections import SMOLLM2, Bench
+from tools.benchmarks.targets import (
     Finding,
     Target,
     found,
@@ -32,11 +36,7 @@ from ds4py.bench.selfcheck.targets import (
     median_ratio,
     not_run,
 )
-from ds4py.bench.selfcheck.timers import TimedJob
-from ds4py.config import EngineConfig
-from ds4py.engine.open import read_model
-from ds4py.layer_range import LayerRange, balanced_cuts
-from ds4py.tracing.events import COORDINATOR, Shares
+from tools.benchmarks.timers import TimedJob
 
 STAGES: Final = (2, 3)
 PREFILLS: Final = (2048, 8192)

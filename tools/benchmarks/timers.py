@@ -43,7 +43,7 @@ class TimedJob:
 
 def random_tokens(n: int, n_vocab: int) -> list[int]:
     """Return token ids that are no special tokens of a usual vocabulary."""
-    return [random.randrange(_FIRST_WORD, n_vocab) for _ in range(n)]  # noqa: S311 - no secret
+    return [random.randrange(_FIRST_WORD, n_vocab) for _ in range(n)]
 
 
 def timed_job(backend: Backend, job: TimedJob) -> float:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.bench.selfcheck import targets
-from ds4py.bench.selfcheck.targets import (
+from tools.benchmarks import targets
+from tools.benchmarks.targets import (
     Finding,
     Target,
     Verdict,

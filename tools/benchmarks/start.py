@@ -18,16 +18,16 @@ from typing import Final
 
 import psutil  # type: ignore[import-untyped]  # the package has no annotations
 
-from ds4py.bench.selfcheck import targets
-from ds4py.bench.selfcheck.processes import RouteUnderTest, WorkerSettings, installed, route, worker
-from ds4py.bench.selfcheck.sections import GEMMA3, LLAMA_1B_Q4_K, Bench
-from ds4py.bench.selfcheck.targets import Finding, found, not_run
-from ds4py.bench.selfcheck.timers import TimedJob, timed_job
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.summary import summarize
 from ds4py.layer_range import LayerRange, balanced_cuts
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
 from ds4py.tracing.events import COORDINATOR
+from tools.benchmarks import targets
+from tools.benchmarks.processes import RouteUnderTest, WorkerSettings, installed, route, worker
+from tools.benchmarks.sections import GEMMA3, LLAMA_1B_Q4_K, Bench
+from tools.benchmarks.targets import Finding, found, not_run
+from tools.benchmarks.timers import TimedJob, timed_job
 
 PROGRAMS: Final = ("ds4py", "ds4py-bench", "ds4py-cli", "ds4py-server")
 MEMORY_CONSTANT: Final = 450_000_000
@@ -66,7 +66,7 @@ def best(rounds: int, step: Callable[[], object]) -> float:
 def _help(bench: Bench) -> Finding:
     def ask(program: str) -> None:
         command = [str(installed(program)), "--help"]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)  # noqa: S603 - our own
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
     seconds = {}
     for program in PROGRAMS:

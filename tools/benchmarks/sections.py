@@ -1,4 +1,4 @@
-"""What a section of `ds4py-bench --self` is given, and the models it measures.
+"""What a section of `./tools/bench` is given, and the models it measures.
 
 Owns: `Bench`, where model files lie. Refuses to know: what is measured. Invariant: a file or a
 baseline that is missing makes a finding that says how to get it, never an error.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ds4py.bench.selfcheck.llama import Llama
+from tools.benchmarks.llama import Llama
 
 SMOLLM2: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA3: Final = "gemma-3-270m-q4_k_m.gguf"

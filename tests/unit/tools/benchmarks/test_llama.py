@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ds4py.bench.selfcheck import llama
-from ds4py.bench.selfcheck.timers import TimedJob
 from ds4py.errors import ClusterError, ConfigError
+from tools.benchmarks import llama
+from tools.benchmarks.timers import TimedJob
 
 
 def program(folder: Path, text: str) -> Path:

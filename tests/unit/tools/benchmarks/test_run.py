@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ds4py.bench.selfcheck import cpu, pipeline, run, targets
-from ds4py.bench.selfcheck.llama import Llama
-from ds4py.bench.selfcheck.sections import SMOLLM2, Bench
-from ds4py.bench.selfcheck.targets import Finding, Verdict, found
-from ds4py.bench.selfcheck.timers import TimedJob
 from ds4py.errors import ClusterError, ConfigError
 from ds4py.tracing.events import COORDINATOR, Shares
+from tools.benchmarks import cpu, pipeline, run, targets
+from tools.benchmarks.llama import Llama
+from tools.benchmarks.sections import SMOLLM2, Bench
+from tools.benchmarks.targets import Finding, Verdict, found
+from tools.benchmarks.timers import TimedJob
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_without_llama_cpp_the_section_says_how_to_get_it(bench: Bench) -> None:
     }
     for finding in findings:
         assert finding.verdict is Verdict.NOT_RUN
-        assert "pip install 'ds4py[bench]'" in finding.detail
+        assert "pip install -e '.[baselines]'" in finding.detail
 
 
 def test_a_missing_model_says_what_makes_it(bench: Bench) -> None:

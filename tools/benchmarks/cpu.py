@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Final
 
-from ds4py.bench.selfcheck import targets
-from ds4py.bench.selfcheck.llama import NO_LLAMA, llama_bench, one_process
-from ds4py.bench.selfcheck.processes import TimedProcess, child, take_turns, told_rates, whole_model
-from ds4py.bench.selfcheck.sections import LLAMA_1B_Q4_K, LLAMA_1B_Q8_0, SMOLLM2, Bench
-from ds4py.bench.selfcheck.targets import Finding, found, median_ratio, not_run
-from ds4py.bench.selfcheck.timers import TimedJob
+from tools.benchmarks import targets
+from tools.benchmarks.llama import NO_LLAMA, llama_bench, one_process
+from tools.benchmarks.processes import TimedProcess, child, take_turns, told_rates, whole_model
+from tools.benchmarks.sections import LLAMA_1B_Q4_K, LLAMA_1B_Q8_0, SMOLLM2, Bench
+from tools.benchmarks.targets import Finding, found, median_ratio, not_run
+from tools.benchmarks.timers import TimedJob
 
 MODELS: Final = {
     "SmolLM2 Q4_1": SMOLLM2,

@@ -7,6 +7,7 @@ core.
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from typing import Final
 
 import psutil  # type: ignore[import-untyped]  # the package has no annotations
 
-from ds4py.bench.selfcheck.timers import TimedJob, timed_job
 from ds4py.config import (
     Address,
     CoordinatorConfig,
@@ -36,7 +36,9 @@ from ds4py.engine.open import read_model
 from ds4py.errors import ClusterError
 from ds4py.layer_range import LayerRange
 from ds4py.tracing.events import Shares, TraceRecorder, stage_shares
+from tools.benchmarks.timers import TimedJob, timed_job
 
+_ROOT: Final = Path(__file__).parents[2]
 LOOPBACK: Final = "127.0.0.1"
 _READY_SECONDS: Final = 300.0
 _END_SECONDS: Final = 30.0
@@ -187,12 +189,13 @@ def running(name: str, command: Sequence[object], core: int | None) -> Iterator[
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
         with log.open("w") as stderr:
-            process = subprocess.Popen(  # noqa: S603 - our own programs
+            process = subprocess.Popen(
                 [str(part) for part in command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                env=_environment(),
             )
         try:
             if core is not None:
@@ -200,6 +203,12 @@ def running(name: str, command: Sequence[object], core: int | None) -> Iterator[
             yield Running(name, process, log)
         finally:
             _end(process)
+
+
+def _environment() -> dict[str, str]:
+    """Let children find these modules, from whatever folder the measurement is started."""
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), known)))}
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -222,7 +231,7 @@ def child(name: str, command: Sequence[object], core: int | None = 0) -> Iterato
 
 def whole_model(model: Path, *, n_ctx: int, chunk: int = 0) -> list[object]:
     """Return the command of a process that owns every layer of a model; 0: the default chunk."""
-    return [sys.executable, "-m", "ds4py.bench.selfcheck.child", model, n_ctx, chunk]
+    return [sys.executable, "-m", "tools.benchmarks.child", model, n_ctx, chunk]
 
 
 def installed(program: str) -> Path:

@@ -16,11 +16,6 @@ from typing import Final
 
 import numpy as np
 
-from ds4py.bench.selfcheck import targets
-from ds4py.bench.selfcheck.null_runner import LOOPBACK, N_CTX, NullRunner, null_card
-from ds4py.bench.selfcheck.processes import pinned_here, ready, running
-from ds4py.bench.selfcheck.sections import Bench
-from ds4py.bench.selfcheck.targets import Finding, found, median_ratio
 from ds4py.config import Address, CoordinatorConfig, RouteEntry, SocketConfig
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
@@ -29,6 +24,11 @@ from ds4py.layer_range import LayerRange
 from ds4py.transport.connector import Connector
 from ds4py.transport.stream import Stream
 from ds4py.wire.frames import HEADER_BYTES, FrameType, encode_frame
+from tools.benchmarks import targets
+from tools.benchmarks.null_runner import LOOPBACK, N_CTX, NullRunner, null_card
+from tools.benchmarks.processes import pinned_here, ready, running
+from tools.benchmarks.sections import Bench
+from tools.benchmarks.targets import Finding, found, median_ratio
 
 FRAME_BYTES: Final = 256 << 20
 _N_TOKENS: Final = 300
@@ -83,7 +83,7 @@ def null_session(n_hops: int) -> Iterator[Session]:
             command = [
                 sys.executable,
                 "-m",
-                "ds4py.bench.selfcheck.null_runner",
+                "tools.benchmarks.null_runner",
                 "stage",
                 layer,
                 n_layers,
@@ -129,7 +129,7 @@ def frame_rates(rounds: int, n_bytes: int) -> tuple[list[float], list[float]]:
         n_bytes: Of a frame's body.
     """
     with ExitStack() as stack:
-        command = [sys.executable, "-m", "ds4py.bench.selfcheck.null_runner", "frames", n_bytes]
+        command = [sys.executable, "-m", "tools.benchmarks.null_runner", "frames", n_bytes]
         sender = stack.enter_context(running("sender of frames", command, 1))
         address = Address(LOOPBACK.host, int(sender.ask("")))
         connection = Connector(SocketConfig()).connect(address, {FrameType.RESULT: n_bytes})

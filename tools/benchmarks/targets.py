@@ -20,7 +20,7 @@ Unit = Literal["x", "%", "s", "us", "chunks"]
 class Verdict(StrEnum):
     """What a finding says of its bar."""
 
-    PASS = "pass"  # noqa: S105 - no password
+    PASS = "pass"
     SHORT = "falls short"
     NOT_JUDGED = "not judged"
     NOT_RUN = "not run"

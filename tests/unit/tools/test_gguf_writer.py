@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.errors import GgufError, UnsupportedQuantError
 from ds4py.gguf import kinds
 from ds4py.gguf.parse import parse_gguf
-from ds4py.gguf.write import TensorSource, save_gguf, shard_name, write_gguf
 from tests.toys import gguf_bytes, packed, tensor, toy_llama
+from tools.gguf_writer import TensorSource, save_gguf, shard_name, write_gguf
 
 
 def test_the_same_arguments_make_the_same_bytes(tmp_path: Path):
@@ -37,11 +37,11 @@ def test_the_gguf_package_reads_the_same_tensors(tmp_path: Path):
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (1, kinds.KIND_UINT32),
-        (-1, kinds.KIND_INT32),
-        (1 << 40, kinds.KIND_UINT64),
-        (-(1 << 40), kinds.KIND_INT64),
-        (1.5, kinds.KIND_FLOAT32),
+        (1, GGUFValueType.UINT32),
+        (-1, GGUFValueType.INT32),
+        (1 << 40, GGUFValueType.UINT64),
+        (-(1 << 40), GGUFValueType.INT64),
+        (1.5, GGUFValueType.FLOAT32),
         (True, kinds.KIND_BOOL),
         (np.bool_(True), kinds.KIND_BOOL),
         (np.float64(0.1), 12),

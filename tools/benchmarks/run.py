@@ -1,4 +1,4 @@
-"""All bars in one run: `ds4py-bench --self`.
+"""All targets in one run: `./tools/bench`.
 
 Owns: the sections, their order, the table and the JSON line. Refuses to know: how anything is
 measured. Invariant: every bar of the chosen sections has one line, whatever went wrong; one
@@ -14,10 +14,10 @@ from typing import Final
 
 from rich.table import Table
 
-from ds4py.bench.selfcheck import cpu, hop, pipeline, sessions, start, targets
-from ds4py.bench.selfcheck.sections import Bench
-from ds4py.bench.selfcheck.targets import Finding, Verdict, not_run
 from ds4py.errors import ConfigError, Ds4Error
+from tools.benchmarks import cpu, hop, pipeline, sessions, start, targets
+from tools.benchmarks.sections import Bench
+from tools.benchmarks.targets import Finding, Verdict, not_run
 
 SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Finding]]]] = {
     "cpu": cpu.measure,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ds4py.activations import HiddenBatch
-from ds4py.bench.selfcheck.hop import frame_rates, hop_medians, null_session
-from ds4py.bench.selfcheck.null_runner import WIDTH, NullRunner
 from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.errors import SnapshotError
 from ds4py.layer_range import LayerRange
+from tools.benchmarks.hop import frame_rates, hop_medians, null_session
+from tools.benchmarks.null_runner import WIDTH, NullRunner
 
 ONE = SessionId(1)
 

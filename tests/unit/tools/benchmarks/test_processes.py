@@ -8,7 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds4py.bench.selfcheck.processes import (
+from ds4py.errors import ClusterError
+from ds4py.layer_range import balanced_cuts
+from tests.toys import toy_llama
+from tools.benchmarks.processes import (
     TimedProcess,
     WorkerSettings,
     available_cores,
@@ -19,10 +22,7 @@ from ds4py.bench.selfcheck.processes import (
     told_rates,
     whole_model,
 )
-from ds4py.bench.selfcheck.timers import TimedJob
-from ds4py.errors import ClusterError
-from ds4py.layer_range import balanced_cuts
-from tests.toys import toy_llama
+from tools.benchmarks.timers import TimedJob
 
 PREFILL, DECODE = TimedJob("prefill", 100), TimedJob("decode", 10)
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds4py.bench.selfcheck.processes import RouteUnderTest, WorkerSettings, route
-from ds4py.bench.selfcheck.sessions import Pauses, decode_rate, pauses_beside_prompt
-from ds4py.bench.selfcheck.timers import DECODE_CONTEXT
 from ds4py.layer_range import balanced_cuts
 from tests.toys import toy_llama
+from tools.benchmarks.processes import RouteUnderTest, WorkerSettings, route
+from tools.benchmarks.sessions import Pauses, decode_rate, pauses_beside_prompt
+from tools.benchmarks.timers import DECODE_CONTEXT
 
 CHUNK = 16
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds4py.bench.selfcheck.start import best, forget_cached, kv_bytes, read_once, tensor_places
 from ds4py.gguf.file import GgufFile
 from ds4py.layer_range import LayerRange
 from tests.toys import toy_llama
+from tools.benchmarks.start import best, forget_cached, kv_bytes, read_once, tensor_places
 
 
 def test_the_cache_of_a_slice_has_keys_and_values_of_two_bytes(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_stretches_are_read_to_their_ends_and_no_further(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(np.zeros(100_000, np.uint8).tobytes())
-    monkeypatch.setattr("ds4py.bench.selfcheck.start._PIECE", 1000)
+    monkeypatch.setattr("tools.benchmarks.start._PIECE", 1000)
     read_once(path, [(0, 2500), (99_000, 1000), (5, 0)])
     with pytest.raises(EOFError):
         read_once(path, [(99_500, 1000)])

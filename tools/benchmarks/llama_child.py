@@ -63,7 +63,7 @@ class Model:
         return time.perf_counter() - start
 
     def _random(self, n: int) -> list[int]:
-        return [random.randrange(10, self._llama.n_vocab()) for _ in range(n)]  # noqa: S311
+        return [random.randrange(10, self._llama.n_vocab()) for _ in range(n)]
 
     def _evaluate(self, tokens: list[int]) -> None:
         self._llama.eval(tokens)

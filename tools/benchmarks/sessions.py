@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from ds4py.bench.selfcheck import targets
-from ds4py.bench.selfcheck.pipeline import even_cuts
-from ds4py.bench.selfcheck.processes import WorkerSettings, route
-from ds4py.bench.selfcheck.sections import SMOLLM2, Bench
-from ds4py.bench.selfcheck.targets import Finding, Target, found, median_ratio, not_run
-from ds4py.bench.selfcheck.timers import DECODE_CONTEXT, random_tokens
 from ds4py.contracts import Backend, Session
+from tools.benchmarks import targets
+from tools.benchmarks.pipeline import even_cuts
+from tools.benchmarks.processes import WorkerSettings, route
+from tools.benchmarks.sections import SMOLLM2, Bench
+from tools.benchmarks.targets import Finding, Target, found, median_ratio, not_run
+from tools.benchmarks.timers import DECODE_CONTEXT, random_tokens
 
 N_SESSIONS: Final = 8
 N_PROMPT: Final = 4096

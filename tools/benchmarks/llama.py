@@ -16,16 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from ds4py.bench.selfcheck.processes import LOOPBACK, Running, TimedProcess, child, running
-from ds4py.bench.selfcheck.timers import DECODE_CONTEXT, TimedJob
 from ds4py.config import Address, SocketConfig
 from ds4py.errors import ClusterError, ConfigError, ConnectError
 from ds4py.transport.sockets import Listener, connect
+from tools.benchmarks.processes import LOOPBACK, Running, TimedProcess, child, running
+from tools.benchmarks.timers import DECODE_CONTEXT, TimedJob
 
 NAME: Final = "llama.cpp"
 NO_LLAMA: Final = (
-    "needs llama.cpp: pip install 'ds4py[bench]', or name another interpreter that has llama_cpp "
-    "with --llama-python, or a program with --llama-bench"
+    "needs llama.cpp: pip install -e '.[baselines]', or name another interpreter that has "
+    "llama_cpp with --llama-python, or a program with --llama-bench"
 )
 NO_RPC: Final = (
     "needs llama.cpp with RPC: CMAKE_ARGS=-DGGML_RPC=on pip install --no-binary llama-cpp-python "
@@ -66,7 +66,7 @@ def find_llama(python: Path | None) -> Llama | None:
         return None
     command = [str(python or sys.executable), str(_SCRIPT), "--supports-rpc"]
     try:
-        answer = subprocess.run(  # noqa: S603 - the interpreter that the user named
+        answer = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=_IMPORT_SECONDS
         )
     except subprocess.CalledProcessError as e:

@@ -1,4 +1,4 @@
-"""Writer of GGUF files, for tests and tools.
+"""Writer of GGUF files: of toy models and of files that tests damage.
 
 Owns: the layout of version 3, single or split. Refuses to know: quantization (tensors are given as
 packed bytes). Invariant: the same arguments make the same bytes, and a tensor whose bytes are made
@@ -19,6 +19,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGUF_VERSION, GGUFValueType
 
 from ds4py.errors import GgufError
 from ds4py.gguf import kinds
@@ -157,7 +158,7 @@ def _pieces(
     if alignment != kinds.DEFAULT_ALIGNMENT:
         entries[kinds.ALIGNMENT_KEY] = np.uint32(alignment)
     head = bytearray(kinds.MAGIC)
-    head += struct.pack("<IQQ", kinds.NEWEST_VERSION, len(tensors), len(entries))
+    head += struct.pack("<IQQ", GGUF_VERSION, len(tensors), len(entries))
     for key, value in entries.items():
         head += _string(key) + _value(value)
     offset = 0
@@ -203,13 +204,13 @@ def _scalar(value: ScalarValue) -> tuple[int, bytes]:
     if isinstance(value, int):
         kind = _int_kind(value)
         return kind, kinds.NUMERIC_KINDS[kind].type(value).tobytes()
-    return kinds.KIND_FLOAT32, struct.pack("<f", value)
+    return int(GGUFValueType.FLOAT32), struct.pack("<f", value)
 
 
 def _int_kind(value: int) -> int:
     if value >= 0:
-        return kinds.KIND_UINT32 if value < 1 << 32 else kinds.KIND_UINT64
-    return kinds.KIND_INT32 if value >= -(1 << 31) else kinds.KIND_INT64
+        return int(GGUFValueType.UINT32) if value < 1 << 32 else int(GGUFValueType.UINT64)
+    return int(GGUFValueType.INT32) if value >= -(1 << 31) else int(GGUFValueType.INT64)
 
 
 def _numeric_kind(dtype: np.dtype[np.generic]) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ds4py.bench.selfcheck.timers import TimedJob, timed_job
 from ds4py.config import CoordinatorConfig, EngineConfig, PrefillTuning, SocketConfig
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import open_runner
+from tools.benchmarks.timers import TimedJob, timed_job
 
 
 def main(model: str, n_ctx: str, chunk: str) -> None:
