@@ -42,7 +42,13 @@ import pytest
 from ds4py.config import Address, CoordinatorConfig, SocketConfig, WorkerConfig
 from ds4py.contracts import ForwardRequest, OutputKind, Session
 from ds4py.coordinator.relay.workers import listener as port_module
-from ds4py.errors import Ds4Error, RemoteWorkError, TransportError, TransportTimeoutError
+from ds4py.errors import (
+    Ds4Error,
+    PeerClosedError,
+    RemoteWorkError,
+    TransportError,
+    TransportTimeoutError,
+)
 from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import listen, local_address
 from ds4py.wire.frames import FrameType
@@ -118,7 +124,7 @@ def test_an_answer_that_trickles_in_does_not_stretch_the_patience_for_it() -> No
         asking = Background(lambda: session.sync(PROMPT))
         start = time.monotonic()
         answer = b"".join(map(bytes, encode(logits_for(take_work(peer)))))
-        with suppress(OSError):  # we are given up in the middle
+        with suppress(PeerClosedError):  # we are given up in the middle
             for byte in answer:
                 peer.send([bytes([byte])])
                 time.sleep(0.02)  # 10 s for the whole answer

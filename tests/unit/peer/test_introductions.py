@@ -248,6 +248,6 @@ def test_two_ds4py_workers_of_one_host_and_range_stand_side_by_side() -> None:
     ):
         wait_until(lambda: n_workers(c) == 2, "both are registered")
         with extended_worker(c.port.address, span("0-5"), alive_timeout=5.0):
-            wait_until(lambda: len(c.coordinator._retired) == 1, "the first has come back")
+            wait_until(lambda: len(c.coordinator.workers.retired) == 1, "the first has come back")
             ports = [r.address.port for r in registered(c.coordinator)]
             assert ports == [7010, 7009]
