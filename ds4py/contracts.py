@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NewType, Protocol
+from typing import NewType, Protocol
 
 from ds4py.activations import F32, HiddenBatch
 from ds4py.errors import Ds4Error, SnapshotError
@@ -21,13 +21,6 @@ from ds4py.layer_range import LayerRange
 
 SessionId = NewType("SessionId", int)
 """64-bit, non-zero; names one token timeline on every stage of a route."""
-
-NO_ROOM: Final = "KV cache: "
-"""How the words of a `CapacityError` begin that goes away when sessions end.
-
-Between ds4py stages the words are all that a RESULT carries of an error, so anyone who wants to
-know whether making room may help looks at this (docs/design/kv-cache.md).
-"""
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in the whole prompt); must return at once."""
@@ -223,7 +216,7 @@ class ModelRunner(Protocol):
         """Evaluate spans of different sessions; answers stand in the order of the batch.
 
         A session appears at most once in a batch. An unknown session takes a free slot;
-        `CapacityError` (`NO_ROOM`) if there is none, or no memory for the tokens. One span's error
+        `CacheFullError` if there is none, or no memory for the tokens. One span's error
         disturbs no other span, and leaves that session's timeline as it was unless the error is the
         device's own.
         """

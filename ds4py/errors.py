@@ -24,6 +24,7 @@ a program needs to decide stands in attributes, so that nobody matches on text.
         PrefixMismatchError           this stage holds another timeline: replay the transcript
         RemoteWorkError               a stage refused or failed; its own words, and the hop
       CapacityError                   context or memory exhausted: needed, available
+        CacheFullError                no KV cache memory until other sessions end
       CancelledError                  the caller asked for the work to stop
       RequestError                    bad client request: status, code, param
 """
@@ -31,6 +32,7 @@ a program needs to decide stands in attributes, so that nobody matches on text.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 
 class Ds4Error(Exception):
@@ -182,12 +184,15 @@ class RemoteWorkError(ClusterError):
     Args:
         message: The stage's own words.
         hop: Printable name of the hop that reported it.
+        cache_full: It says itself that its cache memory is used up until sessions end; False of one
+            that cannot tell.
     """
 
-    def __init__(self, message: str, *, hop: str):
+    def __init__(self, message: str, *, hop: str, cache_full: bool = False):
         super().__init__(f"{hop} refused the work: {message}")
         self.message = message
         self.hop = hop
+        self.cache_full = cache_full
 
 
 class CapacityError(Ds4Error):
@@ -203,6 +208,22 @@ class CapacityError(Ds4Error):
         super().__init__(f"{what}: needed {needed}, available {available}")
         self.needed = needed
         self.available = available
+
+
+class CacheFullError(CapacityError):
+    """There is no cache memory for a session, which goes away when others end.
+
+    Args:
+        what: What ran out.
+        needed: How much was asked for.
+        available: How much there is.
+    """
+
+    PREFIX: Final = "KV cache: "
+    """How its words begin, by which it is known where they are all that is left of it."""
+
+    def __init__(self, what: str, *, needed: int, available: int):
+        super().__init__(f"{self.PREFIX}{what}", needed=needed, available=available)
 
 
 class CancelledError(Ds4Error):

@@ -15,7 +15,6 @@ import numpy as np
 
 from ds4py.activations import F32, HiddenBatch
 from ds4py.contracts import (
-    NO_ROOM,
     CacheForm,
     ForwardOutput,
     ForwardRequest,
@@ -24,7 +23,7 @@ from ds4py.contracts import (
     PendingForward,
     SessionId,
 )
-from ds4py.errors import CapacityError, Ds4Error, ModelError
+from ds4py.errors import CacheFullError, CapacityError, Ds4Error, ModelError
 from ds4py.layer_range import LayerRange, whole_model
 from ds4py.snapshot import CacheSizes, Capacities, Shard, read_dsvl, write_dsvl
 
@@ -184,10 +183,10 @@ class FakeRunner:
     def _check_room(self, session: SessionId, n_tokens: int) -> None:
         held = {other: rows.shape[1] for other, rows in self._rows.items() if other != session}
         if len(held) >= self.n_slots:
-            raise CapacityError(f"{NO_ROOM}slots", needed=len(held) + 1, available=self.n_slots)
+            raise CacheFullError("slots", needed=len(held) + 1, available=self.n_slots)
         left = self.kv_budget - sum(held.values())
         if n_tokens > left:
-            raise CapacityError(f"{NO_ROOM}tokens", needed=n_tokens, available=left)
+            raise CacheFullError("tokens", needed=n_tokens, available=left)
 
     def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
         assert self.can_rewind

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ds4py.contracts import NO_ROOM
 from ds4py.errors import (
+    CacheFullError,
     CapacityError,
     Ds4Error,
     PrefixMismatchError,
@@ -39,10 +39,9 @@ class Failure(Enum):
 def classify(error: Ds4Error, *, route_is_current: bool) -> Failure:
     """Decide what an error of an attempt means.
 
-    A refusal by a stage whose next hop has died counts as a loss: only the registry knows. A lack
-    of room is known by its words, which are all that a RESULT carries of it.
+    A refusal by a stage whose next hop has died counts as a loss: only the registry knows.
     """
-    if _says_no_room(error):
+    if _is_full(error):
         return Failure.FULL
     if isinstance(error, TransportError):
         return Failure.LOST
@@ -51,10 +50,11 @@ def classify(error: Ds4Error, *, route_is_current: bool) -> Failure:
     return Failure.FINAL
 
 
-def _says_no_room(error: Ds4Error) -> bool:
+def _is_full(error: Ds4Error) -> bool:
+    """Whether other sessions stand in the way; of a hop that cannot tell, its words do."""
     if isinstance(error, RemoteWorkError):
-        return error.message.startswith(NO_ROOM)
-    return isinstance(error, CapacityError) and str(error).startswith(NO_ROOM)
+        return error.cache_full or error.message.startswith(CacheFullError.PREFIX)
+    return isinstance(error, CacheFullError)
 
 
 def as_capacity(error: Ds4Error) -> Ds4Error:

@@ -19,9 +19,8 @@ from typing import Final
 import psutil  # type: ignore[import-untyped]  # the package has no annotations
 import torch
 
-from ds4py.contracts import NO_ROOM
 from ds4py.engine import host_memory
-from ds4py.errors import CapacityError
+from ds4py.errors import CacheFullError, CapacityError
 from ds4py.kernels.cache import CacheTensor
 from ds4py.kernels.memory import KernelBuffer
 
@@ -96,8 +95,8 @@ class KvPool:
             CapacityError: All slots are taken, or the budget has not enough left.
         """
         if not self._free:
-            raise CapacityError(
-                f"{NO_ROOM}every session slot is taken; end a session or raise --sessions",
+            raise CacheFullError(
+                "every session slot is taken; end a session or raise --sessions",
                 needed=self.n_slots + 1,
                 available=self.n_slots,
             )
@@ -152,8 +151,8 @@ class KvPool:
             return
         more, left = self._cost(wanted) - self._cost(held), self._budget - self._used
         if more > left:
-            raise CapacityError(
-                f"{NO_ROOM}{len(self._tokens)} sessions hold {_size(self._used)} of the budget of "
+            raise CacheFullError(
+                f"{len(self._tokens)} sessions hold {_size(self._used)} of the budget of "
                 f"{_size(self._budget)}, and a session of {held} tokens would have {wanted}; end a "
                 "session, shorten the prompt, or start with a larger --kv-budget; bytes",
                 needed=more,

@@ -15,7 +15,7 @@ from ds4py import __version__
 from ds4py.config import CoordinatorConfig, WorkerConfig
 from ds4py.contracts import ModelCard, ModelRunner
 from ds4py.layer_range import LayerRange
-from ds4py.wire.extensions import CANCEL, DROP, FORK, HOP_LOST, REWIND, PeerHello
+from ds4py.wire.extensions import CACHE_FULL, CANCEL, DROP, FORK, HOP_LOST, REWIND, PeerHello
 from ds4py.wire.messages import Hello
 
 
@@ -82,6 +82,7 @@ def coordinator_hello(
         role="coordinator",
         version=__version__,
         build=build_id(),
+        features=(CACHE_FULL,),
         model_id=card.model_id,
         model_name=card.name,
         n_layers=card.n_layers,

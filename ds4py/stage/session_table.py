@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn
 
 from ds4py.activations import HiddenBatch
-from ds4py.contracts import NO_ROOM, OutputKind, SessionId
+from ds4py.contracts import OutputKind, SessionId
 from ds4py.errors import (
+    CacheFullError,
     CancelledError,
     CapacityError,
     Ds4Error,
@@ -300,8 +301,8 @@ class SessionTable:
             return None
         unowned = self._oldest_unowned(spare)
         if unowned is None:
-            raise CapacityError(
-                f"{NO_ROOM}session slots of this stage (raise --sessions, or close other sessions)",
+            raise CacheFullError(
+                "session slots of this stage (raise --sessions, or close other sessions)",
                 needed=len(self._sessions) + 1,
                 available=self._n_slots,
             )

@@ -44,6 +44,9 @@ HOP_LOST: Final = "hop-lost"
 FORK: Final = "fork"
 """Features: the worker understands the notice of that name."""
 
+CACHE_FULL: Final = "cache-full"
+"""Feature: the coordinator knows the status `ResultStatus.CACHE_FULL` of a RESULT."""
+
 _CANCEL: Final = struct.Struct(">QQ")
 _DROP: Final = struct.Struct(">Q")
 _PORT: Final = struct.Struct(">H")

@@ -466,6 +466,17 @@ class RelayedResult(NamedTuple):
         return encode_frame(FrameType.RESULT, fixed + records + self.record.encode(), payload)
 
 
-def error_result(request_id: int, text: str) -> Result:
+class ResultStatus(IntEnum):
+    """What became of a WORK; every other value is an error as well."""
+
+    OK = 0
+    FAILED = 1
+    CACHE_FULL = 0x64733401
+    """A failure that goes away when sessions end; said to those only whose hello has `CACHE_FULL`
+    (`ds4py.wire.extensions`). Whoever relays it changes nothing, a plain peer included; the number
+    is none that a plain peer would choose for an error of its own."""
+
+
+def error_result(request_id: int, text: str, status: ResultStatus = ResultStatus.FAILED) -> Result:
     """Return the RESULT of a refused or failed WORK."""
-    return Result(request_id=request_id, status=1, payload=memoryview(wire_text(text)))
+    return Result(request_id=request_id, status=status, payload=memoryview(wire_text(text)))

@@ -18,7 +18,13 @@ from typing import Final
 
 from ds4py.config import Address
 from ds4py.contracts import ForwardOutput, SessionId
-from ds4py.errors import CancelledError, Ds4Error, RemoteProtocolError, TransportError
+from ds4py.errors import (
+    CacheFullError,
+    CancelledError,
+    Ds4Error,
+    RemoteProtocolError,
+    TransportError,
+)
 from ds4py.peer.liveness import Heartbeat, agreed_timeout
 from ds4py.stage.mailbox import Credits
 from ds4py.stage.scheduler import MAX_BATCH
@@ -28,6 +34,7 @@ from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.conversation import ProtocolState
 from ds4py.wire.extensions import (
+    CACHE_FULL,
     Alive,
     Cancel,
     Drop,
@@ -45,7 +52,7 @@ from ds4py.wire.messages import (
     error_result,
     forwarded,
 )
-from ds4py.wire.work_messages import RelayedResult
+from ds4py.wire.work_messages import RelayedResult, ResultStatus
 from ds4py.worker.context import WorkerContext
 from ds4py.worker.forwarder import Forwarder, Forwarders, Outcome
 from ds4py.worker.kv_transfer import ShardService
@@ -105,6 +112,7 @@ class DataConnection:
             context.trace, context.facts.layers, name, log_decode=tuning.decode_profile
         )
         self._patience = float("inf")
+        self._knows_cache_full = False
         self._forwarders = Forwarders(
             window=tuning.forward_window, dial=self._dial, reply=self._relay
         )
@@ -208,6 +216,7 @@ class DataConnection:
     def _meet(self, peer: PeerHello) -> None:
         """Take note of who the peer is, and watch it if it wants that."""
         self._patience = _DIAL_SECONDS
+        self._knows_cache_full = CACHE_FULL in peer.features
         self._context.known_peers.meet(f"{peer.role} {self._connection.peer.host}", peer)
         timeout = agreed_timeout(self._context.hello.alive_timeout, peer.alive_timeout)
         if timeout is not None:
@@ -296,7 +305,9 @@ class DataConnection:
                 level = logging.DEBUG if isinstance(error, CancelledError) else logging.WARNING
                 pos0 = accepted.work.pos0
                 log.log(level, "%s: span at %d failed: %s", self._name, pos0, error)
-                refusal = error_result(request_id, str(error))
+                is_full = self._knows_cache_full and isinstance(error, CacheFullError)
+                status = ResultStatus.CACHE_FULL if is_full else ResultStatus.FAILED
+                refusal = error_result(request_id, str(error), status)
                 self._outbox.put(refusal.encode(), lambda _: self._answered(accepted))
         except TransportError as e:
             log.debug("%s: result not delivered: %s", self._name, e)

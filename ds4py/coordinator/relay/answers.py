@@ -25,6 +25,7 @@ from ds4py.stage.executor import wait_for
 from ds4py.tracing.events import now_usec
 from ds4py.wire.frames import MAX_U32
 from ds4py.wire.messages import Result, ResultKind
+from ds4py.wire.work_messages import ResultStatus
 
 Faults = Iterator[tuple[str, str]]
 """(class name of the spec, what is wrong), the first one counts."""
@@ -83,17 +84,24 @@ class FailedResult:
             answer cannot be trusted, the connection must go.
         kind: Class name of the spec; "R-STATUS" for row 7.
         text: The stage's own words, or what is wrong with the answer.
+        cache_full: The stage has no cache memory until sessions end.
     """
 
     cause: Literal["remote", "transport"]
     kind: str
     text: str
+    cache_full: bool = False
 
 
 def check_result(result: Result, expected: ExpectedResult) -> AcceptedResult | FailedResult:
     """Go through rows 7 to 10 of wire-protocol.md#result; rows 1 to 6 are reading and matching."""
     if result.status != 0:
-        return FailedResult(cause="remote", kind="R-STATUS", text=result.text or "(no reason)")
+        return FailedResult(
+            cause="remote",
+            kind="R-STATUS",
+            text=result.text or "(no reason)",
+            cache_full=result.status == ResultStatus.CACHE_FULL,
+        )
     for kind, text in _result_faults(result, expected):
         return FailedResult(cause="transport", kind=kind, text=text)
     kind_of = ResultKind(result.result_kind)
@@ -223,6 +231,7 @@ class AnswerReader:
         link = self._route.link
         assert link is not None
         if verdict.cause == "remote":
-            return RemoteWorkError(verdict.text, hop=self._route.hops[0].name)
+            name, cache_full = self._route.hops[0].name, verdict.cache_full
+            return RemoteWorkError(verdict.text, hop=name, cache_full=cache_full)
         link.close(verdict.text)
         return PeerClosedError(verdict.text, peer=str(link.connection.peer))

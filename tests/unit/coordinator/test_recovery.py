@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ds4py.coordinator.recovery import Failure, Recovery, as_capacity, classify
 from ds4py.errors import (
+    CacheFullError,
     CancelledError,
     CapacityError,
     ClusterError,
@@ -34,10 +35,12 @@ from ds4py.errors import (
         (ConnectError("none"), True, Failure.LOST),
         (ClusterError("the device failed"), True, Failure.FINAL),
         (CapacityError("context", needed=2, available=1), True, Failure.FINAL),
-        (CapacityError("KV cache: slots", needed=2, available=1), True, Failure.FULL),
-        (CapacityError("my KV cache: slots", needed=2, available=1), True, Failure.FINAL),
+        (CacheFullError("slots", needed=2, available=1), True, Failure.FULL),
+        (CapacityError("KV cache: slots", needed=2, available=1), True, Failure.FINAL),
         (RemoteWorkError("KV cache: slots", hop="w"), True, Failure.FULL),
         (RemoteWorkError("KV cache: slots", hop="w"), False, Failure.FULL),
+        (RemoteWorkError("kein Platz", hop="w", cache_full=True), True, Failure.FULL),
+        (RemoteWorkError("kein Platz", hop="w", cache_full=True), False, Failure.FULL),
         (RemoteWorkError("about the KV cache: slots", hop="w"), True, Failure.REFUSED),
         (PeerClosedError("KV cache: slots"), True, Failure.LOST),
         (ConfigError("chunk"), True, Failure.FINAL),

@@ -14,6 +14,7 @@ import pytest
 from ds4py.config import WorkerTuning
 from ds4py.errors import ClusterError
 from ds4py.wire.extensions import (
+    CACHE_FULL,
     CANCEL,
     DROP,
     FORK,
@@ -25,12 +26,14 @@ from ds4py.wire.extensions import (
 )
 from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame
 from ds4py.wire.messages import ErrorText, ResultKind, encode
+from ds4py.wire.work_messages import ResultStatus
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
 from tests.clusters import span, start_worker, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
 from tests.peers import N_CTX, Driver, driver, entry, hello
 from tests.sockets import Background
+from tests.unit.peer.extended import greet
 
 PROMPT = [5, 80, 3, 41, 9]
 INTRODUCTION = PeerHello(
@@ -381,3 +384,23 @@ def test_a_hello_on_a_data_port_is_unexpected(caplog) -> None:
         frame = Background(d.connection.receive).result()
         assert frame is not None
         assert frame.type == FrameType.ERROR
+
+
+@pytest.mark.parametrize(
+    ("features", "status"),
+    [((CACHE_FULL,), ResultStatus.CACHE_FULL), ((), ResultStatus.FAILED), (None, 1)],
+)
+def test_a_full_cache_is_told_by_its_status_to_those_who_know_it(features, status) -> None:
+    worker = start_worker(FakeRunner(span("0-5"), n_slots=1))
+    try:
+        with driver(worker.address, entry(span("0-5"))) as d:
+            if features is not None:
+                greet(d.connection, features=features)
+            d.check([], [1, 2])
+            d.ask([], [1, 2], session=7)
+            full = d.answer()
+            assert (full.status, full.text[:10]) == (status, "KV cache: ")
+            d.ask([9], [3])  # another failure
+            assert d.answer().status == ResultStatus.FAILED
+    finally:
+        worker.close()

@@ -27,6 +27,7 @@ from ds4py.wire.messages import (
     encode,
     error_result,
 )
+from ds4py.wire.work_messages import ResultStatus
 from tests.by_hand import (
     PROMPT,
     QUICK,
@@ -266,3 +267,19 @@ def test_a_broken_output_head_is_one_clear_error() -> None:
             pytest.raises(ClusterError, match="RuntimeError: no head"),
         ):
             session.sync(PROMPT)
+
+
+@pytest.mark.parametrize("status", [ResultStatus.CACHE_FULL, ResultStatus.FAILED])
+def test_a_stage_that_says_it_is_full_is_believed_whatever_its_words(status) -> None:
+    """Then nothing is replayed: the same would come of it."""
+    with by_hand() as (c, peer, session):
+        asking = Background(lambda: session.sync(PROMPT))
+        work = take_work(peer)
+        peer.send(encode(error_result(work.request_id, "no space left", status)))
+        if status is ResultStatus.FAILED:
+            peer.send(encode(good(take_work(peer))))
+            asking.result()
+        else:
+            with pytest.raises(RemoteWorkError, match="no space left"):
+                asking.result()
+        assert c.coordinator.health().replays == (status is ResultStatus.FAILED)
