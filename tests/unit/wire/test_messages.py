@@ -1,11 +1,14 @@
 """Messages: bytes and values are two spellings of the same thing; nonsense has a class name."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
+from ds4py.wire import snapshot_messages
 from ds4py.wire.frames import Frame, encode_header
 from ds4py.wire.messages import (
     ErrorText,
@@ -28,6 +31,7 @@ from ds4py.wire.messages import (
     forwarded,
 )
 from ds4py.wire.route import HopEntry
+from ds4py.wire.snapshot_messages import encode_chunks
 from ds4py.wire.work_messages import RelayedResult, ResultHeader
 from tests.strategies import attempt, joined, messages, read_frames, results, telemetries, works
 
@@ -342,6 +346,19 @@ def test_a_chunk_holds_at_most_8_mib_in_both_directions():
     with pytest.raises(LocalProtocolError, match="at most 8388608"):
         encode(SnapshotChunk(1, data))
     assert kind_of(7, bytes(8) + len(data).to_bytes(4, "big") + data) == "L-CHUNK"
+
+
+@pytest.mark.parametrize("cuts", [(), (3,), (7, 8), (8, 16), (1, 2, 15, 17), (0, 0, 20)])
+def test_a_shard_in_pieces_of_any_size_travels_in_full_chunks(cuts, monkeypatch) -> None:
+    """Each byte once, in order; all chunks but the last are full, and none is empty."""
+    monkeypatch.setattr(snapshot_messages, "MAX_CHUNK_DATA", 8)
+    payload = bytes(range(20))
+    pieces = [memoryview(payload)[a:b] for a, b in pairwise((0, *cuts, len(payload)))]
+    sent = [joined(chunk) for chunk in encode_chunks(9, pieces)]
+    chunks = [decode(frame) for data in sent for frame in read_frames(data)]
+    assert [bytes(chunk.data) for chunk in chunks] == [payload[:8], payload[8:16], payload[16:]]
+    assert {chunk.request_id for chunk in chunks} == {9}
+    assert list(encode_chunks(9, [])) == []
 
 
 @pytest.mark.parametrize("body", [bytes(15), bytes(12) + b"\0\0\0\5" + b"1234"])

@@ -138,6 +138,18 @@ def test_every_format_gives_the_product_of_few_rows(name, T):
     assert_product(cuda.multiply_few(x, weights, F32), x, weights.decode(), SUM)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("multiply", [cuda.multiply_few, cuda.multiply_many])
+def test_a_token_that_is_no_number_spoils_no_other(name, multiply):
+    """What a tile reads behind a token's last column, where its weights end, is the next token."""
+    weights = tensor(name, 3, columns(name, 3))
+    x = inputs(5, weights.shape[1], F32)
+    x[1::2] = torch.nan
+    y = multiply(x, weights, F32)
+    assert y[1::2].isnan().all()
+    assert_product(y[::2], x[::2], weights.decode(), SUM)
+
+
 @pytest.mark.parametrize("n_warps", [1, 2, 4])
 def test_a_row_may_be_split_among_warps(n_warps, monkeypatch):
     monkeypatch.setattr(launch, "_warps", lambda *_: n_warps)
