@@ -14,9 +14,9 @@ from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.coordinator.prefix_sharing import PrefixSharing, common_prefix
 from ds4py.coordinator.session import ClusterSession
 from ds4py.errors import ClusterError
-from tests.clusters import DEADLINE, Cluster, cluster, wait_until
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.sockets import Background
+from tests.support.clusters import DEADLINE, Cluster, cluster, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.sockets import Background
 
 PROMPT = [(7 * k * k + 3 * k) % 97 for k in range(120)]
 

@@ -13,7 +13,7 @@ from ds4py.layers.linear import KeepBudget
 from ds4py.models.base import DeviceSpec
 from ds4py.models.llama import Shape, SteppingSlice
 from ds4py.quant.tensor import QuantTensor
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 pytest.importorskip("triton", reason="triton is not installed")
 

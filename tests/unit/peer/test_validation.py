@@ -26,7 +26,7 @@ from ds4py.wire.extensions import PeerHello
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, encode, error_result
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 from ds4py.wire.route import HopEntry, encode_route
-from tests.strategies import hellos, joined, peer_hellos, results, works
+from tests.support.strategies import hellos, joined, peer_hellos, results, works
 
 WIDTH, VOCAB = 4, 10
 MIDDLE = WorkerFacts(

@@ -20,8 +20,15 @@ from ds4py.errors import (
 )
 from ds4py.transport.connection import Connection
 from ds4py.wire.frames import encode_frame
-from tests.clusters import wait_until
-from tests.sockets import SOCKETS, Background, connected, read_exactly, read_to_end, tcp_pair
+from tests.support.clusters import wait_until
+from tests.support.sockets import (
+    SOCKETS,
+    Background,
+    connected,
+    read_exactly,
+    read_to_end,
+    tcp_pair,
+)
 
 LIMITS = {3: 1 << 20, 4: 1 << 24}
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from ds4py.transport.switch import Spoken, first_words
-from tests.clusters import wait_until
-from tests.sockets import Background, read_exactly, tcp_pair
+from tests.support.clusters import wait_until
+from tests.support.sockets import Background, read_exactly, tcp_pair
 
 
 def classify(sock: socket.socket, timeout: float = 10.0) -> Spoken:

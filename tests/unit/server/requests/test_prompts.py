@@ -8,8 +8,8 @@ from ds4py.server.requests.prompts import Manner, TextStack, check_fits, complet
 from ds4py.server.requests.prompts import chat_prompt as written
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
-from tests.fakes import FakeBackend
-from tests.toys import bpe_metadata
+from tests.support.fakes import FakeBackend
+from tests.support.toys import bpe_metadata
 from tests.unit.server.support import N_VOCAB, text_stack
 from tests.unit.text import tiny_deepseek4 as tiny
 

@@ -14,7 +14,7 @@ from ds4py.server.requests.events import Answer, Done, Prefilling, Started, Text
 from ds4py.server.requests.request import GenerationRequest
 from ds4py.server.requests.worker import GenerationWorker
 from ds4py.text.tool_calls.formats import DSML
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 from tests.unit.server.support import EOS, GREEDY, N_VOCAB, backend, script, text_stack
 
 PROMPT = (10, 11, 12)
