@@ -17,11 +17,11 @@ import httpx
 
 import ds4py
 from ds4py.layer_range import LayerSpec
-from tests.clusters import span, start_worker
 from tests.e2e.support import coordinator, route, worker
-from tests.fake_runner import FakeRunner
-from tests.peers import driver, entry
-from tests.toys import toy_llama
+from tests.support.clusters import span, start_worker
+from tests.support.fake_runner import FakeRunner
+from tests.support.peers import driver, entry
+from tests.support.toys import toy_llama
 
 ROOT = Path(ds4py.__file__).parent
 MOST_FOR_A_TOKEN = 34

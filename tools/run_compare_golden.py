@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.golden_compare import (
+from tests.support.golden_compare import (
     N_GREEDY,
     VARIANTS,
     Prompt,

@@ -57,10 +57,10 @@ from ds4py.wire.messages import (
 from ds4py.wire.prefix_hash import prefix_hash
 from ds4py.wire.route import HopEntry
 from interop.fuzz.damage import Talk, cut_frames
-from tests import golden
-from tests.clusters import span
-from tests.fake_runner import N_VOCAB, WIDTH, card
-from tests.peers import N_CTX, entry, hello, make_work
+from tests.support import golden
+from tests.support.clusters import span
+from tests.support.fake_runner import N_VOCAB, WIDTH, card
+from tests.support.peers import N_CTX, entry, hello, make_work
 
 N_LAYERS: Final = 6
 PROMPT: Final = (5, 80, 3, 41, 9)

@@ -27,7 +27,7 @@ from ds4py.worker import worker as worker_module
 from interop.fuzz import corpus
 from interop.fuzz.damage import RawFrame
 from interop.fuzz.target import LOGS
-from tests.sockets import read_exactly, read_to_end
+from tests.support.sockets import read_exactly, read_to_end
 
 SECONDS: Final = 10.0
 """For anything that should happen at once."""

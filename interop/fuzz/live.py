@@ -52,11 +52,11 @@ from interop.fuzz.hostile import (
 )
 from interop.fuzz.pure import plain_reading
 from interop.fuzz.target import Target
-from tests.by_hand import QUICK, good, serve
-from tests.clusters import Cluster, cluster, span, start_worker
-from tests.fake_runner import N_VOCAB, WIDTH, FakeRunner, reference_logits
-from tests.peers import dial_in, driver, entry, hello, make_work
-from tests.sockets import Background, read_to_end
+from tests.support.by_hand import QUICK, good, serve
+from tests.support.clusters import Cluster, cluster, span, start_worker
+from tests.support.fake_runner import N_VOCAB, WIDTH, FakeRunner, reference_logits
+from tests.support.peers import dial_in, driver, entry, hello, make_work
+from tests.support.sockets import Background, read_to_end
 
 _LARGEST_TALK: Final = 64 << 10
 _WHOLE: Final = whole_model(corpus.N_LAYERS)

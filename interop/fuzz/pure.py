@@ -42,8 +42,8 @@ from interop.fuzz.damage import (
     damage_talk,
 )
 from interop.fuzz.target import Target
-from tests.fake_runner import N_VOCAB, WIDTH, card
-from tests.peers import N_CTX
+from tests.support.fake_runner import N_VOCAB, WIDTH, card
+from tests.support.peers import N_CTX
 
 _HEADER: Final = struct.Struct(">4sII")
 _SMALL: Final = 6000

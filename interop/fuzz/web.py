@@ -25,7 +25,7 @@ from interop.fuzz import http_corpus as corpus
 from interop.fuzz.damage import damage_bytes, damage_json
 from interop.fuzz.hostile import call, soon
 from interop.fuzz.live import Live
-from tests.sockets import read_to_end
+from tests.support.sockets import read_to_end
 from tests.unit.server.support import backend, server
 
 _Head = list[bytes]

@@ -28,7 +28,7 @@ from ds4py.layer_range import LayerSpec
 from ds4py.transport.sockets import Listener
 from ds4py.worker.worker import Worker
 from interop.replay.recording import RAW_CAP, Call, Scenario
-from tests import golden
+from tests.support import golden
 
 DEADLINE: Final = 20.0
 """Seconds for anything that should happen at once."""

@@ -35,7 +35,7 @@ from interop.replay.names import Names
 from interop.replay.recording import COORDINATOR, LIMITS, Conversation, Scenario
 from interop.replay.script import script
 from interop.replay.steps import Answer, Ask, HangUp, Hear, HungUp, Open, Say, Start, Step, Stop
-from tests.sockets import frames_over
+from tests.support.sockets import frames_over
 
 _MOMENT: Final = 0.05
 

@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 from ds4py.activations import F32
 from ds4py.wire.frames import coordinator_limits, hello_limits, worker_limits
 from ds4py.wire.messages import ErrorText, SaveRequest, SnapshotChunk, WireMessage, decode
-from tests import golden
-from tests.strategies import read_frames
+from tests.support import golden
+from tests.support.strategies import read_frames
 
 COORDINATOR: Final = "coordinator"
 WORKERS: Final = ("worker A", "worker B")

@@ -16,7 +16,7 @@ import torch
 from ds4py.config import EngineConfig
 from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
-from tests.models import smollm2_path
+from tests.support.models import smollm2_path
 
 SESSION = SessionId(1)
 REPEATS = 3

@@ -13,7 +13,7 @@ import torch
 
 from ds4py.quant.formats import FORMATS
 from ds4py.quant.tensor import QuantTensor
-from tests.quant_blocks import finite_blocks
+from tests.support.quant_blocks import finite_blocks
 
 ROWS, COLUMNS, REPEATS = 1024, 4096, 5
 

@@ -21,7 +21,7 @@ from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
 from ds4py.layer_range import LayerSpec
 from ds4py.layers.attention import attend_many
 from ds4py.layers.rope import Rope, RopeParams
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 pytestmark = pytest.mark.cuda
 

@@ -18,7 +18,7 @@ from ds4py.kernels.cuda.layouts import LAYOUTS
 from ds4py.layers.experts import ExpertGroups, ExpertProduct
 from ds4py.quant.formats import FORMATS
 from ds4py.quant.tensor import QuantTensor
-from tests.quant_blocks import HALF_OFFSETS, any_blocks
+from tests.support.quant_blocks import HALF_OFFSETS, any_blocks
 
 pytestmark = pytest.mark.cuda
 

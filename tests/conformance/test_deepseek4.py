@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import golden
-from tests.golden_compare import (
+from tests.support import golden
+from tests.support.golden_compare import (
     N_GREEDY,
     VARIANTS,
     Errors,

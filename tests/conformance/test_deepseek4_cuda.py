@@ -13,7 +13,7 @@ from ds4py.gguf.file import GgufFile
 from ds4py.kernels.cache import Segment
 from ds4py.layer_range import whole_model
 from ds4py.models.deepseek4 import Slice
-from tests import golden
+from tests.support import golden
 
 pytestmark = pytest.mark.cuda
 

@@ -13,7 +13,7 @@ from ds4py.text.stream import TextStream
 from ds4py.text.tokenizer.bpe import BYTE_ALPHABET
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
 from ds4py.text.tokenizer.pretokenize import split_rule
-from tests import golden
+from tests.support import golden
 from tests.unit.text import tiny_deepseek4 as tiny
 
 RECORDED: dict[str, Any] = golden.load_json("tokens.json")

@@ -19,7 +19,7 @@ from interop.fuzz.__main__ import TARGETS, main
 from interop.fuzz.campaign import Campaign, Tally
 from interop.fuzz.live import Live
 from interop.fuzz.target import Target
-from tests import golden
+from tests.support import golden
 
 REGRESSIONS = sorted((golden.ROOT / "fuzz").glob("*.bin"))
 LIVE_NAMES = {name for name, target in TARGETS.items() if issubclass(target, Live)}

@@ -17,8 +17,8 @@ from ds4py.config import EngineConfig
 from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.layer_range import LayerSpec
-from tests.golden import load_json, load_npz
-from tests.models import gemma3_path
+from tests.support.golden import load_json, load_npz
+from tests.support.models import gemma3_path
 
 SESSION = SessionId(1)
 LOGIT_TOLERANCE = {"f32": 1e-5, "bf16": 2e-2}

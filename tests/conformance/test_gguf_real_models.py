@@ -10,7 +10,7 @@ from gguf.constants import GGUFValueType
 
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.summary import summarize
-from tests.models import gemma3_path, smollm2_path
+from tests.support.models import gemma3_path, smollm2_path
 
 
 class ShortReader(GGUFReader):

@@ -8,7 +8,7 @@ import pytest
 
 from ds4py.config import SamplingParams
 from ds4py.generation.sampling import Sampler, XorShift64Star
-from tests import golden
+from tests.support import golden
 
 
 def load() -> dict[str, Any]:

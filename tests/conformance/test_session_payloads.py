@@ -27,7 +27,7 @@ from ds4py.snapshot import (
     write_dsvl,
 )
 from ds4py.snapshot.layout import EMPTY_SCORE, SCORES
-from tests import golden
+from tests.support import golden
 
 SIZES = CacheSizes(
     ratios=(0, 0, 4, 128, 4, 128), width=160, index_width=128, window=16, n_vocab=768

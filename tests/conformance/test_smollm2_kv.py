@@ -17,8 +17,8 @@ import pytest
 from ds4py.config import EngineConfig
 from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
-from tests.golden import load_json, load_npz
-from tests.models import smollm2_path
+from tests.support.golden import load_json, load_npz
+from tests.support.models import smollm2_path
 
 LIMIT = {
     "f32": {"f32": 1e-5, "bf16": 6e-3, "f16": 7e-4, "q8_0": 2.4e-2},

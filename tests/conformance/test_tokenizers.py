@@ -12,8 +12,8 @@ from ds4py.gguf.kinds import MetaValue
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.bpe import BYTE_ALPHABET
 from ds4py.text.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from tests import golden
-from tests.models import gemma3_path, smollm2_path
+from tests.support import golden
+from tests.support.models import gemma3_path, smollm2_path
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 BAR = "\uff5c"

@@ -44,8 +44,8 @@ from ds4py.wire.messages import (
 from ds4py.wire.prefix_hash import prefix_hash
 from ds4py.wire.route import decode_route, encode_route
 from ds4py.worker.work_frames import AcceptedWork, RefusedWork, WorkerFacts, check_work
-from tests import golden
-from tests.strategies import attempt, feed, joined, read_frames
+from tests.support import golden
+from tests.support.strategies import attempt, feed, joined, read_frames
 
 N_LAYERS, N_CTX, N_VOCAB, WIDTH = 6, 512, 768, 1024
 LIMITS = worker_limits(N_CTX, WIDTH) | coordinator_limits(N_VOCAB, WIDTH, N_CTX) | hello_limits()

@@ -23,10 +23,10 @@ from ds4py.wire.frames import (
 )
 from ds4py.wire.messages import ErrorText, Result, decode
 from ds4py.worker import worker as worker_module
-from tests import golden
-from tests.clusters import SOCKETS, registered, start_worker, wait_until
-from tests.fake_runner import FakeRunner
-from tests.sockets import read_to_end
+from tests.support import golden
+from tests.support.clusters import SOCKETS, registered, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner
+from tests.support.sockets import read_to_end
 
 MODEL = ModelCard(
     model_id=2,

@@ -33,8 +33,8 @@ from ds4py.server.http.app import create_app
 from ds4py.server.http.server import HttpServer
 from ds4py.server.requests.prompts import TextStack
 from ds4py.text.chat_formats.template import ChatTemplate
-from tests.fakes import FakeBackend
-from tests.toys import CHATML
+from tests.support.fakes import FakeBackend
+from tests.support.toys import CHATML
 from tests.unit.server.support import DEADLINE, backend, text_stack
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -21,7 +21,7 @@ from ds4py.engine.open import open_runner, read_model
 from ds4py.layer_range import LayerSpec
 from ds4py.worker.worker import Worker
 from tests.e2e.support import ANY_PORT, SOCKETS, route
-from tests.processes import wait_for
+from tests.support.processes import wait_for
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from ds4py.errors import ModelError
 from ds4py.stage.executor import wait_for
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
-from tests.clusters import span, start_worker
-from tests.fake_runner import FakeRunner
+from tests.support.clusters import span, start_worker
+from tests.support.fake_runner import FakeRunner
 
 
 def say(word: str, *numbers: int) -> None:

@@ -17,9 +17,9 @@ import pytest
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.workers import dialer as dialer_module
 from ds4py.wire.frames import FrameType
-from tests.clusters import wait_until
 from tests.e2e.phases import Fleet, Stage, fleet, greedy, truth
-from tests.sockets import Background
+from tests.support.clusters import wait_until
+from tests.support.sockets import Background
 
 CUTS = ("0-1", "2-3", "4-5")
 NAMES = ("layers 0-1", "layers 2-3", "layers 4-5 and the output head")

@@ -29,10 +29,10 @@ from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.acceptor import Acceptor
 from ds4py.transport.sockets import Listener
-from tests.clusters import ANY_PORT, SOCKETS, registered, span, wait_until
-from tests.fake_runner import FakeRunner, card, reference_logits
-from tests.processes import environment
-from tests.sockets import read_exactly
+from tests.support.clusters import ANY_PORT, SOCKETS, registered, span, wait_until
+from tests.support.fake_runner import FakeRunner, card, reference_logits
+from tests.support.processes import environment
+from tests.support.sockets import read_exactly
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 20.0

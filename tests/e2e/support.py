@@ -38,8 +38,15 @@ from ds4py.runtime import (
 )
 from ds4py.snapshot.disk_cache import DiskCacheOptions
 from ds4py.worker.worker import Worker
-from tests.processes import Server, WorkerProgram, read_health, running, stage_sums, wait_for
-from tests.toys import toy_llama
+from tests.support.processes import (
+    Server,
+    WorkerProgram,
+    read_health,
+    running,
+    stage_sums,
+    wait_for,
+)
+from tests.support.toys import toy_llama
 
 ANY_PORT = Address("127.0.0.1", 0)
 SOCKETS = SocketConfig(buffer_mb=0, send_timeout=20)

@@ -55,10 +55,28 @@ from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import Result, ResultKind, encode
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
-from tests.by_hand import PROMPT, QUICK, WHOLE, by_hand, ended, good, joined, n_workers, serve
-from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, card, reference_logits
-from tests.peers import (
+from tests.support.by_hand import (
+    PROMPT,
+    QUICK,
+    WHOLE,
+    by_hand,
+    ended,
+    good,
+    joined,
+    n_workers,
+    serve,
+)
+from tests.support.clusters import (
+    ANY_PORT,
+    SOCKETS,
+    Cluster,
+    cluster,
+    span,
+    start_worker,
+    wait_until,
+)
+from tests.support.fake_runner import FakeRunner, card, reference_logits
+from tests.support.peers import (
     dial_in,
     driver,
     entry,
@@ -68,7 +86,7 @@ from tests.peers import (
     next_hop,
     take_work,
 )
-from tests.sockets import Background, read_to_end
+from tests.support.sockets import Background, read_to_end
 from tests.unit.peer.extended import exchange, peer_hello
 
 HOP = entry(WHOLE)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds4py.bench.context_sweep import CSV_HEADER
-from tests.processes import Answer, Launcher, run
-from tests.toys import toy_llama
+from tests.support.processes import Answer, Launcher, run
+from tests.support.toys import toy_llama
 
 TEXT = "hello the world and " * 60
 WALK = ("--ctx-start", 32, "--ctx-max", 80, "--step-incr", 24, "-n", 4, "-t", 1)

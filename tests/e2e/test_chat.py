@@ -21,7 +21,7 @@ from pathlib import Path
 from ds4py.api.chat import next_turn_ids
 from ds4py.cli.chat.line_history import LIMIT
 from tests.e2e.support import Alone
-from tests.processes import DEADLINE, Launcher, environment, free_port, installed, run
+from tests.support.processes import DEADLINE, Launcher, environment, free_port, installed, run
 
 EXACT = ("--precision", "f32", "--temp", 0, "-t", 1)
 CTRL_C, CTRL_D, UP, ENTER, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\r", "\x1b\r"

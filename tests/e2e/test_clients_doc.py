@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests import golden
-from tests.processes import DEADLINE, Launcher, Server, environment
+from tests.support import golden
+from tests.support.processes import DEADLINE, Launcher, Server, environment
 
 PAGES = Path(__file__).parents[2] / "docs" / "clients"
 ADDRESS = "127.0.0.1:8000"

@@ -17,7 +17,6 @@ import pytest
 from ds4py.cli.client import client as cli_command
 from ds4py.cli.server import server as server_command
 from ds4py.config import Address
-from tests import golden
 from tests.e2e.support import (
     Alone,
     LocalServer,
@@ -29,8 +28,9 @@ from tests.e2e.support import (
     wait_idle,
     worker,
 )
-from tests.golden_compare import prompts
-from tests.processes import (
+from tests.support import golden
+from tests.support.golden_compare import prompts
+from tests.support.processes import (
     Answer,
     Launcher,
     Server,

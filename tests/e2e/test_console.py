@@ -26,8 +26,8 @@ from tests.e2e.console_page import (
     why_no_browser,
     without_machine,
 )
-from tests.fakes import Gate
-from tests.sockets import Background
+from tests.support.fakes import Gate
+from tests.support.sockets import Background
 from tests.unit.server.observability.measured import STAGES, Backend, Clock, watched
 from tests.unit.server.support import DEADLINE, backend
 

@@ -16,7 +16,7 @@ from tests.e2e.console_page import (
     why_no_browser,
     without_machine,
 )
-from tests.fakes import Gate
+from tests.support.fakes import Gate
 from tests.unit.server.support import backend
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ds4py.config import EngineConfig
-from tests import golden
 from tests.e2e.cuts import Said, coordinator_of, say
 from tests.e2e.support import engine
-from tests.processes import Launcher, run
+from tests.support import golden
+from tests.support.processes import Launcher, run
 
 N_LAYERS = 6
 N_TOKENS = 16

@@ -22,10 +22,10 @@ from ds4py.runtime import Node, open_node
 from ds4py.server.requests.prompts import TextStack
 from ds4py.text.chat_formats.deepseek4 import MAX_MIN_CONTEXT
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
-from tests import golden
 from tests.e2e.support import GREEDY, SOCKETS, command, engine
-from tests.fakes import FakeBackend
-from tests.processes import Launcher, run
+from tests.support import golden
+from tests.support.fakes import FakeBackend
+from tests.support.processes import Launcher, run
 from tests.unit.server.support import server as serving
 
 RECORDED: list[dict[str, Any]] = golden.load_json("tokens.json")["chat_prompts"]

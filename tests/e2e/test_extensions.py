@@ -20,7 +20,7 @@ from tests.e2e.support import (
     route,
 )
 from tests.e2e.test_faults import N_TOKENS, Asked, prompt
-from tests.processes import Launcher, WorkerProgram, wait_for
+from tests.support.processes import Launcher, WorkerProgram, wait_for
 
 ALIVE_SECONDS = 2.0
 SLICES = ("0-2", "3-5")

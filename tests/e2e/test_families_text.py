@@ -9,8 +9,8 @@ import pytest
 
 from tests.e2e.cuts import coordinator_of, say
 from tests.e2e.support import engine
-from tests.models import gemma3_path
 from tests.numerics.truths import FAMILIES, path_of
+from tests.support.models import gemma3_path
 
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(3, 500, 60)]
 """Longer than the window of the toys."""

@@ -24,7 +24,6 @@ from ds4py.wire.extensions import EXT_HELLO
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import ErrorText, WorkHeader, encode
 from ds4py.wire.route import HopEntry, decode_route
-from tests.clusters import cluster, span, start_worker
 from tests.e2e.support import (
     LONG_IDS,
     Alone,
@@ -38,8 +37,9 @@ from tests.e2e.support import (
     wait_idle,
     worker,
 )
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.processes import Launcher, Server, WorkerProgram, free_port, running, wait_for
+from tests.support.clusters import cluster, span, start_worker
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.processes import Launcher, Server, WorkerProgram, free_port, running, wait_for
 
 N_TOKENS = 12
 PHASES = ["prefill", "decode"]

@@ -28,7 +28,7 @@ from tests.e2e.support import (
     wait_idle,
     worker,
 )
-from tests.processes import (
+from tests.support.processes import (
     Launcher,
     Server,
     WorkerProgram,

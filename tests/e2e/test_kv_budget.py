@@ -22,9 +22,9 @@ from ds4py.engine.open import read_model
 from ds4py.errors import CapacityError
 from ds4py.layer_range import LayerSpec
 from ds4py.worker.worker import Worker
-from tests.clusters import DEADLINE, SOCKETS, cluster, start_worker, wait_until
-from tests.fake_runner import reference_logits
-from tests.toys import toy_llama
+from tests.support.clusters import DEADLINE, SOCKETS, cluster, start_worker, wait_until
+from tests.support.fake_runner import reference_logits
+from tests.support.toys import toy_llama
 
 PAGE = 1 * 4 * 256 * 16 * 4
 """Bytes of 256 tokens in one layer: planes, tokens, width, float32."""

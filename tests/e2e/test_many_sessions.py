@@ -25,10 +25,10 @@ from ds4py.contracts import ForwardRequest, Session
 from ds4py.layer_range import LayerSpec
 from ds4py.runtime import Node, join_cluster, open_listeners, open_node, open_worker
 from ds4py.stage.executor import DeviceThread
-from tests.clusters import ANY_PORT, DEADLINE, Cluster, cluster, start_worker, wait_until
 from tests.e2e.support import SOCKETS, Alone, endless_toy, engine, route
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.sockets import Background
+from tests.support.clusters import ANY_PORT, DEADLINE, Cluster, cluster, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.sockets import Background
 
 ROUTES: dict[int, tuple[list[str], str | None]] = {
     0: ([], "0-5"),

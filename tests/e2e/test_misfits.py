@@ -20,8 +20,8 @@ from tests.e2e.support import (
     route,
     worker,
 )
-from tests.processes import Launcher, wait_for
-from tests.toys import toy_llama
+from tests.support.processes import Launcher, wait_for
+from tests.support.toys import toy_llama
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,18 @@ from ds4py.layer_range import LayerSpec
 from ds4py.runtime import Node, join_cluster, open_listeners, open_node, open_worker
 from ds4py.wire.extensions import FORK
 from ds4py.worker.worker import Worker
-from tests.clusters import ANY_PORT, DEADLINE, Cluster, cluster, span, start_worker, wait_until
 from tests.e2e.support import SOCKETS, Alone, endless_toy, engine, route
-from tests.fake_runner import FakeRunner, card, reference_logits
-from tests.sockets import Background
+from tests.support.clusters import (
+    ANY_PORT,
+    DEADLINE,
+    Cluster,
+    cluster,
+    span,
+    start_worker,
+    wait_until,
+)
+from tests.support.fake_runner import FakeRunner, card, reference_logits
+from tests.support.sockets import Background
 
 N_CTX = 256
 HEAD = [(7 * k * k + 3 * k) % 97 for k in range(100)]

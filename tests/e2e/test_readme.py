@@ -18,7 +18,7 @@ import click
 import pytest
 
 from tests.e2e.support import endless_toy
-from tests.processes import Launcher, environment, free_port, run
+from tests.support.processes import Launcher, environment, free_port, run
 from tools.run_make_reference import PROGRAMS
 
 ROOT = Path(__file__).parents[2]

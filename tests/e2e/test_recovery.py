@@ -32,7 +32,6 @@ from ds4py.contracts import Session
 from ds4py.coordinator.relay import coordinator as coordinator_module
 from ds4py.errors import RouteIncompleteError
 from ds4py.wire.frames import ExtType
-from tests.clusters import wait_until
 from tests.e2e.moments import (
     ALIVE,
     ANSWER,
@@ -57,8 +56,9 @@ from tests.e2e.moments import (
     three_stages,
 )
 from tests.e2e.phases import DEADLINE, Door, Hold, Stage, fleet, greedy
-from tests.fake_runner import reference_logits
-from tests.sockets import Background
+from tests.support.clusters import wait_until
+from tests.support.fake_runner import reference_logits
+from tests.support.sockets import Background
 
 
 @pytest.fixture(scope="module")

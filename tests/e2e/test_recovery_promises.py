@@ -23,7 +23,6 @@ from ds4py.server.http.app import create_app
 from ds4py.server.http.server import HttpServer
 from ds4py.transport.sockets import listen, local_address
 from ds4py.wire.frames import ExtType, FrameType
-from tests.clusters import ANY_PORT, wait_until
 from tests.e2e.moments import (
     ALIVE,
     ANSWER,
@@ -43,7 +42,8 @@ from tests.e2e.moments import (
     three_stages,
 )
 from tests.e2e.phases import DEADLINE, Door, Fleet, Stage, fleet, greedy
-from tests.sockets import Background
+from tests.support.clusters import ANY_PORT, wait_until
+from tests.support.sockets import Background
 from tests.unit.server.support import text_stack
 
 

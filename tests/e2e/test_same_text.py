@@ -15,8 +15,8 @@ from ds4py.config import EngineConfig
 from ds4py.runtime import load_text
 from tests.e2e.cuts import Said, coordinator_of, say
 from tests.e2e.support import engine
-from tests.models import smollm2_path
-from tests.processes import Launcher, run
+from tests.support.models import smollm2_path
+from tests.support.processes import Launcher, run
 
 QUESTION = (
     "A farmer has seventeen sheep and three dogs. One morning the gate is open: nine sheep have "

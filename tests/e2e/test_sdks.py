@@ -34,7 +34,7 @@ from tests.conformance.server.peer import (
     turns,
     until,
 )
-from tests.fakes import FakeBackend, Gate
+from tests.support.fakes import FakeBackend, Gate
 
 SAID = f"Need weather.{THINK_END}Checking é."
 CALLED = SAID + WEATHER

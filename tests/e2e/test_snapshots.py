@@ -26,12 +26,12 @@ from ds4py.snapshot.layout import EMPTY_SCORE, SCORES
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import FrameType, encode_frame
 from ds4py.worker.worker import Worker
-from tests import golden
 from tests.e2e.cuts import coordinator_of
 from tests.e2e.support import ANY_PORT, SOCKETS, engine, route
-from tests.processes import Launcher, wait_for
-from tests.sockets import Background, read_exactly
-from tests.toys import toy_llama
+from tests.support import golden
+from tests.support.processes import Launcher, wait_for
+from tests.support.sockets import Background, read_exactly
+from tests.support.toys import toy_llama
 
 MODEL = golden.path("tiny-a.gguf")
 N_CTX = 256

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Launcher, run, wait_for
+from tests.support.processes import Launcher, run, wait_for
 
 EXACT = ("--precision", "f32", "--dist-alive-timeout", 0)
 PROMPT = [5, 80, 3, 41, 9] * 8

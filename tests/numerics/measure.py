@@ -13,7 +13,6 @@ import numpy as np
 
 from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner
-from tests.golden_compare import Prompt, prompts
 from tests.numerics.drive import (
     SITUATIONS,
     Rows,
@@ -25,6 +24,7 @@ from tests.numerics.drive import (
 )
 from tests.numerics.modes import SIZES, Mode
 from tests.numerics.truths import FILES, Truth, truth
+from tests.support.golden_compare import Prompt, prompts
 
 N_STAGES = 3
 WRONG = 0.35

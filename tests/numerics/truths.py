@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tests import golden
+from tests.support import golden
 from tests.unit.models.decoder_reference import ReferenceDecoder
 from tests.unit.models.deepseek4_reference import Reference
 from tests.unit.models.llama_reference import ReferenceLlama

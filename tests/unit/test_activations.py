@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ds4py.activations import HiddenBatch, pack, unpack
 from ds4py.errors import ModelError
-from tests.golden import load_npz
-from tests.strategies import float32s
+from tests.support.golden import load_npz
+from tests.support.strategies import float32s
 
 # rows of docs/spec/wire-protocol.md#worked-examples: value, f16 bytes, decoded f16, f8 byte,
 # decoded f8

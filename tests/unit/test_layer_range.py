@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds4py.errors import ConfigError
 from ds4py.layer_range import LayerRange, LayerSpec, balanced_cuts, describe_missing, whole_model
-from tests.strategies import spans
+from tests.support.strategies import spans
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 from ds4py.server.http.server import HttpServer
 from ds4py.server.requests.prompts import TextStack
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
-from tests.fakes import FakeBackend, Script
+from tests.support.fakes import FakeBackend, Script
 from tests.unit.server.support import DEADLINE
 from tests.unit.server.support import server as serve
 from tests.unit.text import tiny_deepseek4 as tiny

@@ -31,7 +31,7 @@ from tests.conformance.server.peer import (
     served,
     turns,
 )
-from tests.fakes import Gate
+from tests.support.fakes import Gate
 
 BROKEN = "def double(x):\n    return x + 1\n\nprint(double(21))\n"
 MENDED = BROKEN.replace("x + 1", "x * 2")

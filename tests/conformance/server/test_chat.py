@@ -10,7 +10,6 @@ import pytest
 from ds4py.cli.client import client as cli_command
 from ds4py.layer_range import LayerSpec
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
-from tests import golden
 from tests.conformance.server.peer import (
     ARGUMENTS,
     CHAT,
@@ -29,7 +28,8 @@ from tests.conformance.server.peer import (
     tokens,
 )
 from tests.e2e.support import LocalServer, command, coordinator
-from tests.fakes import Script
+from tests.support import golden
+from tests.support.fakes import Script
 
 SAID = f"Need weather.{THINK_END}Checking: é 🌧." + WEATHER
 USAGE = {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}

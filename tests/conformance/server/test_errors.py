@@ -32,7 +32,7 @@ from tests.conformance.server.peer import (
     served,
     until,
 )
-from tests.fakes import Gate
+from tests.support.fakes import Gate
 from tests.unit.server.support import DEADLINE
 
 OPENAI = (CHAT, COMPLETIONS, RESPONSES)

@@ -26,7 +26,7 @@ from tests.conformance.server.peer import (
     turns,
 )
 from tests.conformance.server.replies import DIALECTS, calls, follow_up, texts, usage
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 from tests.unit.server import support
 
 N_CTX = 8192

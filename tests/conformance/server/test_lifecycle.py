@@ -32,7 +32,7 @@ from tests.conformance.server.peer import (
     served,
     until,
 )
-from tests.fakes import FakeBackend, Gate
+from tests.support.fakes import FakeBackend, Gate
 from tests.unit.server.support import DEADLINE
 
 LONG = "word " * 60

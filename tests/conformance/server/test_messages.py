@@ -23,7 +23,7 @@ from tests.conformance.server.peer import (
     saying,
     served,
 )
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 TWO = "\n\n" + block(call("weather", city="Oslo"), call("now"))
 SAID = f"Need weather.{THINK_END}Checking é." + TWO

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ds4py.bench.context_sweep import SweepPlan
-from tests import golden
 from tests.conformance.server.peer import CHAT, parse, posting, read_all, read_until
 from tests.e2e.support import SHORT, Alone, endless_toy
-from tests.processes import DEADLINE, Answer, Launcher, Server, run
+from tests.support import golden
+from tests.support.processes import DEADLINE, Answer, Launcher, Server, run
 
 EXACT = ("--precision", "f32", "-t", 1)
 

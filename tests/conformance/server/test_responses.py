@@ -22,7 +22,7 @@ from tests.conformance.server.peer import (
     served,
     tokens,
 )
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 SAID = f"Need weather.{THINK_END}Checking é." + WEATHER
 SHOWN: Any = {"reasoning": {"summary": "auto"}}

@@ -30,7 +30,7 @@ from tests.conformance.server.peer import (
     turns,
 )
 from tests.conformance.server.replies import DIALECTS, calls, finish, follow_up, texts, usage
-from tests.fakes import Script
+from tests.support.fakes import Script
 
 
 def whole(path: str, says: str | Script, **members: Any) -> Any:

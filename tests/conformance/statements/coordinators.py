@@ -15,8 +15,6 @@ from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.sockets import Listener
-from tests.by_hand import PROMPT
-from tests.clusters import ANY_PORT, DEADLINE, SOCKETS, Cluster, cluster
 from tests.conformance.statements.peer import (
     HASTY,
     INIT,
@@ -30,8 +28,10 @@ from tests.conformance.statements.peer import (
     enlisted,
     result,
 )
-from tests.fake_runner import FakeRunner
-from tests.sockets import Background
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import ANY_PORT, DEADLINE, SOCKETS, Cluster, cluster
+from tests.support.fake_runner import FakeRunner
+from tests.support.sockets import Background
 
 
 @contextmanager

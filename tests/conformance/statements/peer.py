@@ -23,10 +23,10 @@ from ds4py.contracts import Session
 from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.worker.worker import Worker
-from tests.by_hand import PROMPT
-from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, registered, span, wait_until
-from tests.fake_runner import N_VOCAB, FakeRunner, card, embed
-from tests.sockets import DEADLINE, read_exactly, read_to_end
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import ANY_PORT, SOCKETS, Cluster, cluster, registered, span, wait_until
+from tests.support.fake_runner import N_VOCAB, FakeRunner, card, embed
+from tests.support.sockets import DEADLINE, read_exactly, read_to_end
 
 HELLO, ERROR, WORK, RESULT, SAVE_REQ, BEGIN, CHUNK, DONE, LOAD_BEGIN = range(1, 10)
 INPUT_HC, OUTPUT_LOGITS, RESET, ACK_ONLY = 1, 2, 4, 8

@@ -40,8 +40,8 @@ from tests.conformance.statements.peer import (
     work,
     workers,
 )
-from tests.fake_runner import N_VOCAB, card, reference_logits
-from tests.sockets import Background
+from tests.support.fake_runner import N_VOCAB, card, reference_logits
+from tests.support.sockets import Background
 
 TOKENS = [5, 80, 3, 3, 41, 9, 77, 12, 1]
 FAKE = card().saved_form()

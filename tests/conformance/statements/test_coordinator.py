@@ -13,8 +13,6 @@ from ds4py.coordinator.relay.workers import registration as reception_module
 from ds4py.errors import (
     RouteIncompleteError,
 )
-from tests.by_hand import PROMPT
-from tests.clusters import cluster, wait_until
 from tests.conformance.statements.coordinators import (
     Member,
     abort,
@@ -46,8 +44,10 @@ from tests.conformance.statements.peer import (
     worker,
     workers,
 )
-from tests.fake_runner import WIDTH, fake_head, reference_logits
-from tests.sockets import Background
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import cluster, wait_until
+from tests.support.fake_runner import WIDTH, fake_head, reference_logits
+from tests.support.sockets import Background
 
 # --- 62 to 65: the search for a route -------------------------------------------------------------
 

@@ -12,8 +12,6 @@ from ds4py.errors import (
     RouteIncompleteError,
     TransportError,
 )
-from tests.by_hand import PROMPT
-from tests.clusters import wait_until
 from tests.conformance.statements.coordinators import (
     Member,
     abort,
@@ -40,8 +38,10 @@ from tests.conformance.statements.peer import (
     result,
     workers,
 )
-from tests.fake_runner import N_VOCAB, WIDTH
-from tests.sockets import Background
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import wait_until
+from tests.support.fake_runner import N_VOCAB, WIDTH
+from tests.support.sockets import Background
 
 
 def test_statement_066_a_refused_token_is_replayed() -> None:

@@ -14,7 +14,6 @@ import pytest
 from ds4py.config import WorkerTuning
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
-from tests.clusters import wait_until
 from tests.conformance.statements.peer import (
     ACK_ONLY,
     ERROR,
@@ -39,7 +38,8 @@ from tests.conformance.statements.peer import (
     work,
     worker,
 )
-from tests.fake_runner import WIDTH, embed, fake_layer
+from tests.support.clusters import wait_until
+from tests.support.fake_runner import WIDTH, embed, fake_layer
 
 TOKENS = [5, 6, 7]
 RECORD = struct.pack(">10I", 3, 5, 1, 0, 3, 123, 0, 0, 108, 388)

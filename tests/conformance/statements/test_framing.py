@@ -12,7 +12,6 @@ import pytest
 
 from ds4py.coordinator.relay.workers import listener as port_module
 from ds4py.worker import worker as worker_module
-from tests.clusters import cluster
 from tests.conformance.statements.peer import (
     ERROR,
     HELLO,
@@ -33,8 +32,9 @@ from tests.conformance.statements.peer import (
     work,
     worker,
 )
-from tests.fake_runner import N_VOCAB, WIDTH, reference_logits
-from tests.sockets import Background, read_exactly, read_to_end
+from tests.support.clusters import cluster
+from tests.support.fake_runner import N_VOCAB, WIDTH, reference_logits
+from tests.support.sockets import Background, read_exactly, read_to_end
 
 PROMPT = [5, 80, 3, 3, 41]
 GOOD = frame(WORK, work(WHOLE, PROMPT))

@@ -25,7 +25,7 @@ from tests.conformance.statements.peer import (
     token_hash,
     work,
 )
-from tests.sockets import Background
+from tests.support.sockets import Background
 
 # docs/spec/wire-protocol.md#prefix-hash
 VECTORS = [

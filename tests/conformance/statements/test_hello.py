@@ -10,8 +10,6 @@ import pytest
 from ds4py.config import Address
 from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
 from ds4py.wire.messages import Hello
-from tests.by_hand import PROMPT
-from tests.clusters import Cluster, cluster, wait_until
 from tests.conformance.statements.peer import (
     ERROR,
     HELLO,
@@ -31,9 +29,11 @@ from tests.conformance.statements.peer import (
     worker,
     workers,
 )
-from tests.fake_runner import card
-from tests.sockets import Background, read_exactly, read_to_end
-from tests.strategies import attempt
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import Cluster, cluster, wait_until
+from tests.support.fake_runner import card
+from tests.support.sockets import Background, read_exactly, read_to_end
+from tests.support.strategies import attempt
 
 FACTS = CoordinatorFacts(model_id=card().model_id, name="fake", n_layers=6, n_ctx=N_CTX)
 Changes = dict[str, int | bytes]

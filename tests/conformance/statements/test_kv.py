@@ -29,7 +29,7 @@ from tests.conformance.statements.peer import (
     work,
     worker,
 )
-from tests.fake_runner import card, reference_logits
+from tests.support.fake_runner import card, reference_logits
 
 HELD = [5, 80, 3]
 NO_RESET = OUTPUT_LOGITS

@@ -18,7 +18,6 @@ from ds4py import activations
 from ds4py.activations import HiddenBatch
 from ds4py.contracts import CacheForm
 from ds4py.engine.activation_codec import download, upload
-from tests.clusters import span
 from tests.conformance.statements.peer import (
     HASTY,
     HIDDEN_STATE,
@@ -33,8 +32,9 @@ from tests.conformance.statements.peer import (
     work,
     worker,
 )
-from tests.fake_runner import WIDTH, card
-from tests.sockets import Background
+from tests.support.clusters import span
+from tests.support.fake_runner import WIDTH, card
+from tests.support.sockets import Background
 
 SPEC = Path(__file__).parents[3] / "docs" / "spec" / "wire-protocol.md"
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ import pytest
 
 from ds4py.config import PrefillTuning, read_environment
 from ds4py.errors import RouteIncompleteError
-from tests.clusters import cluster
 from tests.conformance.statements.coordinators import coordinator_of
 from tests.conformance.statements.peer import (
     ACK,
@@ -34,8 +33,9 @@ from tests.conformance.statements.peer import (
     result,
     token_hash,
 )
-from tests.fake_runner import N_VOCAB, WIDTH, card, fake_head, reference_logits
-from tests.sockets import Background
+from tests.support.clusters import cluster
+from tests.support.fake_runner import N_VOCAB, WIDTH, card, fake_head, reference_logits
+from tests.support.sockets import Background
 
 SEVEN = [5, 80, 3, 3, 41, 9, 77]
 SINGLE = INPUT_HC | OUTPUT_LOGITS

@@ -12,8 +12,6 @@ import pytest
 from ds4py.coordinator.relay.answers import AcceptedResult, Awaited, ExpectedResult, check_result
 from ds4py.errors import Ds4Error
 from ds4py.wire.messages import Result
-from tests.by_hand import PROMPT
-from tests.clusters import wait_until
 from tests.conformance.statements.peer import (
     ACK,
     ACK_ONLY,
@@ -42,9 +40,11 @@ from tests.conformance.statements.peer import (
     work,
     workers,
 )
-from tests.fake_runner import N_VOCAB, WIDTH, embed, fake_head, fake_layer
-from tests.sockets import Background
-from tests.strategies import attempt
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import wait_until
+from tests.support.fake_runner import N_VOCAB, WIDTH, embed, fake_head, fake_layer
+from tests.support.sockets import Background
+from tests.support.strategies import attempt
 
 HELD = [1, 2, 3]
 LAST, HEADLESS = Hop(3, 5, 1), Hop(3, 5)

@@ -10,7 +10,6 @@ import pytest
 
 from ds4py.contracts import CacheForm
 from ds4py.errors import SnapshotError
-from tests.clusters import cluster
 from tests.conformance.statements.peer import (
     CHUNK,
     DONE,
@@ -47,8 +46,9 @@ from tests.conformance.statements.shards import (
     two_hops,
     whole_session,
 )
-from tests.fake_runner import N_VOCAB, reference_logits
-from tests.sockets import Background
+from tests.support.clusters import cluster
+from tests.support.fake_runner import N_VOCAB, reference_logits
+from tests.support.sockets import Background
 
 OTHER = [7, 7, 12]
 MIXED = CacheForm(ratios=(0, 128, 4, 4, 0, 128), width=8, index_width=4, window=6)

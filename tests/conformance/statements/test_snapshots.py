@@ -55,8 +55,8 @@ from tests.conformance.statements.shards import (
     saved,
     two_hops,
 )
-from tests.fake_runner import card
-from tests.sockets import Background
+from tests.support.fake_runner import card
+from tests.support.sockets import Background
 
 OTHER = [7, 7, 12]
 WIDE = CacheForm(ratios=(0,) * 6, width=131_072, index_width=0, window=4096)

@@ -30,8 +30,6 @@ from ds4py.errors import ConfigError, ConnectError
 from ds4py.transport import sockets
 from ds4py.transport.sockets import connect
 from ds4py.worker import registration
-from tests.by_hand import PROMPT
-from tests.clusters import cluster, span, start_worker, wait_until
 from tests.conformance.statements.coordinators import coordinator_of
 from tests.conformance.statements.peer import (
     ACK,
@@ -53,8 +51,10 @@ from tests.conformance.statements.peer import (
     worker,
     workers,
 )
-from tests.fake_runner import FakeRunner, card
-from tests.sockets import Background
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import cluster, span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, card
+from tests.support.sockets import Background
 
 TRACED = SocketConfig(buffer_mb=0, send_timeout=10, connect_trace=True)
 

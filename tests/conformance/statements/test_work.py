@@ -11,8 +11,6 @@ import pytest
 from ds4py.contracts import ForwardRequest
 from ds4py.layer_range import LayerRange
 from ds4py.worker.work_frames import RefusedWork, check_work
-from tests.by_hand import PROMPT
-from tests.clusters import wait_until
 from tests.conformance.statements.peer import (
     HASTY,
     HIDDEN_STATE,
@@ -36,8 +34,10 @@ from tests.conformance.statements.peer import (
     work,
     worker,
 )
-from tests.fake_runner import WIDTH, card, embed, fake_layer, reference_logits
-from tests.sockets import Background
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import wait_until
+from tests.support.fake_runner import WIDTH, card, embed, fake_layer, reference_logits
+from tests.support.sockets import Background
 
 FIRST, MIDDLE, LAST = Hop(0, 1), Hop(2, 3), Hop(4, 5, 1)
 HELD = [1, 2, 3]

@@ -14,9 +14,9 @@ from ds4py.config import EngineConfig
 from ds4py.engine import open_runner
 from ds4py.errors import ClusterError, ConfigError, Ds4Error
 from ds4py.layer_range import LayerSpec
-from tests.clusters import start_worker
-from tests.processes import free_port
-from tests.toys import toy_llama
+from tests.support.clusters import start_worker
+from tests.support.processes import free_port
+from tests.support.toys import toy_llama
 
 
 @pytest.fixture(autouse=True)

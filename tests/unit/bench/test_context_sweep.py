@@ -19,7 +19,7 @@ from ds4py.contracts import Session
 from ds4py.errors import CancelledError, CapacityError, ConfigError
 from ds4py.runtime import Node
 from ds4py.tracing.events import TraceRecorder
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 from tools.run_make_toy_gguf import plan as toy_plan
 from tools.run_make_toy_gguf import write as write_toy
 

@@ -9,8 +9,8 @@ import pytest
 
 from ds4py.config import CoordinatorConfig
 from ds4py.errors import CancelledError, CapacityError, RouteIncompleteError
-from tests.clusters import DEADLINE, cluster, start_worker, wait_until
-from tests.fake_runner import FakeRunner, reference_logits
+from tests.support.clusters import DEADLINE, cluster, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12, 1, 0, 96, 33, 60, 2, 8, 19, 25]
 CUTS = [

@@ -15,9 +15,9 @@ from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.coordinator.prefix_sharing import choose_copy, common_prefix
 from ds4py.errors import ClusterError
 from ds4py.stage.executor import wait_for
-from tests.clusters import DEADLINE, Cluster, cluster
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.sockets import Background
+from tests.support.clusters import DEADLINE, Cluster, cluster
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.sockets import Background
 
 PROMPT = [(7 * k * k + 3 * k) % 97 for k in range(120)]
 

@@ -16,8 +16,8 @@ from ds4py.coordinator.chunk_size import GRANULE, StageModel, Stretch, forecast
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import ConfigError
-from tests.clusters import DEADLINE, SOCKETS, Cluster, span, start_worker
-from tests.fake_runner import FakeRunner, card, reference_logits
+from tests.support.clusters import DEADLINE, SOCKETS, Cluster, span, start_worker
+from tests.support.fake_runner import FakeRunner, card, reference_logits
 
 N_CTX = 4096
 LIGHT = StageModel(fixed=0.016, per_token=4e-4, per_pair=4e-8)

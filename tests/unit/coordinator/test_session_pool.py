@@ -11,8 +11,8 @@ import pytest
 
 from ds4py.coordinator.session_pool import SessionPool, choose_session
 from ds4py.errors import CancelledError
-from tests.clusters import cluster, wait_until
-from tests.sockets import Background
+from tests.support.clusters import cluster, wait_until
+from tests.support.sockets import Background
 
 
 class Line:

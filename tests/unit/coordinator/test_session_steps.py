@@ -19,8 +19,8 @@ from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.session import ClusterSession
 from ds4py.layer_range import LayerRange
-from tests.clusters import SOCKETS, Cluster, cluster
-from tests.fake_runner import reference_logits
+from tests.support.clusters import SOCKETS, Cluster, cluster
+from tests.support.fake_runner import reference_logits
 from tools.benchmarks.null_runner import NullRunner, null_card
 
 CHUNK, N_CTX = 4, 64

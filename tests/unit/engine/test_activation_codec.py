@@ -18,7 +18,7 @@ from ds4py import activations
 from ds4py.activations import HiddenBatch
 from ds4py.engine import activation_codec
 from ds4py.engine.activation_codec import download, upload
-from tests.golden import load_npz
+from tests.support.golden import load_npz
 
 CPU = torch.device("cpu")
 WIDTHS = (32, 16, 8)

@@ -29,8 +29,8 @@ from ds4py.snapshot import (
     write_shard,
     write_whole,
 )
-from tests import golden
-from tests.toys import toy_llama
+from tests.support import golden
+from tests.support.toys import toy_llama
 
 A, B, C = SessionId(1), SessionId(2), SessionId(3)
 PROMPT = tuple(range(3, 46))

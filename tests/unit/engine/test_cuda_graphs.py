@@ -14,7 +14,7 @@ from ds4py.engine.cuda_graphs import MAX_SESSIONS, GraphedDecode, graphed
 from ds4py.kernels.cache import Segment
 from ds4py.kernels.cuda.decode_step import DecodeStep
 from ds4py.layer_range import LayerSpec
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 
 class Recorder:

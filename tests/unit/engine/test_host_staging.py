@@ -16,7 +16,7 @@ from ds4py.engine import open_runner
 from ds4py.engine.host_staging import DirectStaging, PinnedPool, StreamStaging, staging_for
 from ds4py.engine.outputs import answers
 from ds4py.errors import ModelError
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 CPU = torch.device("cpu")
 WIDTHS = (32, 16, 8)

@@ -20,7 +20,7 @@ from ds4py.engine import LocalRunner, host_memory, open_runner
 from ds4py.engine.kv_pool import PAGE_TOKENS, KvPool, KvUse, default_budget
 from ds4py.errors import CapacityError, ConfigError, Ds4Error
 from ds4py.kernels.cache import CacheTensor
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 from tools.toy_deepseek4 import toy_deepseek4
 
 CPU, GPU_LIKE = torch.device("cpu"), torch.device("meta")  # of "meta" nothing can be given back

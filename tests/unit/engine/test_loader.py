@@ -11,7 +11,7 @@ from ds4py.engine.loader import load_slice
 from ds4py.errors import GgufError, ModelError, UnsupportedQuantError
 from ds4py.gguf.file import GgufFile
 from ds4py.layer_range import LayerRange, LayerSpec
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 from tests.unit.models.llama_reference import rewritten
 from tools.gguf_writer import TensorSource
 

@@ -11,7 +11,7 @@ from ds4py.engine.open import cut_utf8, model_card
 from ds4py.errors import ConfigError
 from ds4py.gguf.file import GgufFile
 from ds4py.layer_range import LayerSpec
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 from tests.unit.models.llama_reference import rewritten
 
 

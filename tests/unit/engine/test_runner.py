@@ -9,7 +9,7 @@ from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.errors import CapacityError, ModelError
 from ds4py.layer_range import LayerSpec
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 A, B, C = SessionId(1), SessionId(2), SessionId(3)
 HELLO = (5, 80, 7, 200)

@@ -16,7 +16,7 @@ from ds4py.engine import open_runner, selftest
 from ds4py.engine.selftest import VerdictFile, compare_all
 from ds4py.kernels.cpu import attention
 from ds4py.kernels.cpu.trust import TRUST
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from ds4py.generation.logits_processors import SamplingController, SamplingContr
 from ds4py.generation.logprobs import top_logprobs
 from ds4py.generation.loop import Finished, FinishReason, GenerationStep, Prefilled, Token, generate
 from ds4py.generation.sampling import Sampler
-from tests.fakes import FakeSession, fake_logits, greedy_tokens
+from tests.support.fakes import FakeSession, fake_logits, greedy_tokens
 from tests.unit.generation.toys import EOS, MARK, N_VOCAB, Toy
 
 PROMPT = [5, 6, 7]

@@ -9,7 +9,7 @@ import pytest
 
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.fingerprint import fingerprint
-from tests.toys import build_gguf, tensor
+from tests.support.toys import build_gguf, tensor
 
 META = {
     "general.architecture": "toy",

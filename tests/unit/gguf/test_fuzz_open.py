@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds4py.errors import Ds4Error
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.summary import suggest_cuts, summarize
-from tests.toys import gguf_bytes, tensor
+from tests.support.toys import gguf_bytes, tensor
 
 fuzz = settings(
     max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None

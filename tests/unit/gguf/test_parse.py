@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds4py.errors import GgufError
 from ds4py.gguf import kinds, parse
 from ds4py.gguf.parse import ParsedGguf, parse_gguf, shown
-from tests.toys import gguf_bytes, tensor
+from tests.support.toys import gguf_bytes, tensor
 
 
 def parsed(raw: bytes) -> ParsedGguf:

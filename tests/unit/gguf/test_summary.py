@@ -11,7 +11,7 @@ from ds4py.errors import ConfigError, ModelError
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.summary import ModelSummary, suggest_cuts, summarize
 from ds4py.layer_range import LayerRange
-from tests.toys import build_gguf, tensor, toy_llama
+from tests.support.toys import build_gguf, tensor, toy_llama
 
 
 def summary_of(path: Path) -> ModelSummary:

@@ -20,7 +20,7 @@ from ds4py.kernels.cpu.gemv import PackedRows
 from ds4py.kernels.memory import KernelBuffer
 from ds4py.quant.formats import format_of
 from ds4py.quant.tensor import QuantTensor
-from tests.quant_blocks import HALF_OFFSETS, any_blocks, finite_blocks
+from tests.support.quant_blocks import HALF_OFFSETS, any_blocks, finite_blocks
 
 FORMS = tuple(LAYOUTS)
 """Formats that have kernels."""

@@ -20,7 +20,7 @@ from ds4py.layers.experts import (
 )
 from ds4py.quant.formats import FORMATS
 from ds4py.quant.tensor import QuantTensor
-from tests.quant_blocks import HALF_OFFSETS, any_blocks
+from tests.support.quant_blocks import HALF_OFFSETS, any_blocks
 
 F32, BF16 = torch.float32, torch.bfloat16
 PATHS: list[GroupedProduct] = [one_by_one, gathered, grouped]

@@ -16,7 +16,7 @@ from ds4py.models.deepseek4.moe import FeedForward, RoutedExperts, swiglu
 from ds4py.models.deepseek4.shape import Shape
 from ds4py.quant.formats import FORMATS
 from ds4py.quant.tensor import QuantTensor
-from tests.quant_blocks import HALF_OFFSETS, any_blocks
+from tests.support.quant_blocks import HALF_OFFSETS, any_blocks
 from tests.unit.models.deepseek4.support import normal, place, small_shape
 
 X, USED, D, FF, V = 6, 3, 512, 256, 32

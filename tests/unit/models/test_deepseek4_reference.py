@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests import golden
-from tests.golden_compare import (
+from tests.support import golden
+from tests.support.golden_compare import (
     VARIANTS,
     ForcedReference,
     Spread,

@@ -15,7 +15,7 @@ from ds4py.gguf.file import GgufFile
 from ds4py.gguf.metadata import Metadata
 from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4 import Shape
-from tests import golden
+from tests.support import golden
 from tools.gguf_writer import save_gguf
 from tools.toy_deepseek4 import FLASH, PRO, Sizes, metadata, tensors
 

@@ -10,7 +10,7 @@ from ds4py.config import EngineConfig
 from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.layers.cpu_steps import CpuLayers
-from tests.toys import packed, toy_llama
+from tests.support.toys import packed, toy_llama
 from tests.unit.models.llama_reference import rewritten
 
 TYPES = ("f32", "bf16", "f16", "q8_0")

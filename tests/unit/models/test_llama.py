@@ -13,7 +13,7 @@ from ds4py.errors import GgufError, ModelError
 from ds4py.gguf.file import GgufFile
 from ds4py.layer_range import LayerSpec
 from ds4py.models.llama import read_shape
-from tests.toys import packed, toy_llama
+from tests.support.toys import packed, toy_llama
 from tests.unit.models.llama_reference import ReferenceLlama, rewritten
 
 TOKENS = (5, 80, 7, 7, 200, 31, 100)

@@ -15,7 +15,7 @@ from ds4py.gguf.file import GgufFile
 from ds4py.kernels.cache import Segment
 from ds4py.kernels.cpu.linear import FEW_ROWS
 from ds4py.layers.cpu_steps import CpuLayers
-from tests.toys import packed, toy_llama
+from tests.support.toys import packed, toy_llama
 from tests.unit.kernels.packed_matrices import matrix
 from tests.unit.models.llama_reference import rewritten
 from tools.gguf_writer import TensorSource

@@ -15,7 +15,7 @@ from ds4py.models.base import DeviceSpec
 from ds4py.models.decoder.slice import DecoderSlice
 from ds4py.models.llama import read_shape
 from ds4py.quant.tensor import QuantTensor
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -19,9 +19,9 @@ from ds4py.wire.extensions import (
     encode_peer_hello,
 )
 from ds4py.wire.frames import EXT_HELLO, worker_limits
-from tests.fake_runner import WIDTH, card
-from tests.peers import N_CTX
-from tests.sockets import SOCKETS, Background
+from tests.support.fake_runner import WIDTH, card
+from tests.support.peers import N_CTX
+from tests.support.sockets import SOCKETS, Background
 
 
 def peer_hello(role: str, **changes: object) -> PeerHello:

@@ -23,11 +23,19 @@ from ds4py.wire.extensions import CANCEL, DROP, FORK, HOP_LOST, REWIND, encode_p
 from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText
 from ds4py.worker import worker as worker_module
-from tests.by_hand import PROMPT, QUICK, WHOLE, dialling, n_workers
-from tests.clusters import ANY_PORT, SOCKETS, cluster, registered, span, start_worker, wait_until
-from tests.fake_runner import WIDTH, FakeRunner, card
-from tests.peers import N_CTX
-from tests.sockets import Background, frames_over
+from tests.support.by_hand import PROMPT, QUICK, WHOLE, dialling, n_workers
+from tests.support.clusters import (
+    ANY_PORT,
+    SOCKETS,
+    cluster,
+    registered,
+    span,
+    start_worker,
+    wait_until,
+)
+from tests.support.fake_runner import WIDTH, FakeRunner, card
+from tests.support.peers import N_CTX
+from tests.support.sockets import Background, frames_over
 from tests.unit.peer.extended import calling, exchange, extended_worker, worker_hello
 
 FEATURES = {CANCEL, DROP, FORK, HOP_LOST, REWIND}

@@ -18,10 +18,10 @@ from ds4py.peer.liveness import Heartbeat, agreed_timeout
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.extensions import Alive
-from tests.clusters import wait_until
-from tests.fake_runner import card
-from tests.sockets import Background, connected, read_exactly
-from tests.strategies import joined
+from tests.support.clusters import wait_until
+from tests.support.fake_runner import card
+from tests.support.sockets import Background, connected, read_exactly
+from tests.support.strategies import joined
 
 ALIVE = joined(Alive().encode())
 TIMEOUT = 0.25

@@ -37,11 +37,11 @@ from ds4py.wire.frames import (
 )
 from ds4py.wire.messages import ErrorText, Hello, Work, decode, encode
 from ds4py.worker.worker import Worker
-from tests import golden
-from tests.clusters import SOCKETS, registered, wait_until
-from tests.fake_runner import FakeRunner
-from tests.sockets import Background, frames_over
-from tests.strategies import read_frames
+from tests.support import golden
+from tests.support.clusters import SOCKETS, registered, wait_until
+from tests.support.fake_runner import FakeRunner
+from tests.support.sockets import Background, frames_over
+from tests.support.strategies import read_frames
 
 MODEL = ModelCard(
     model_id=2,

@@ -22,7 +22,7 @@ from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, enco
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 from ds4py.wire.route import HopEntry, encode_route
 from ds4py.worker.work_frames import AcceptedWork, RefusedWork, WorkerFacts, check_work
-from tests.strategies import hellos, joined, peer_hellos, results, works
+from tests.support.strategies import hellos, joined, peer_hellos, results, works
 
 WIDTH, VOCAB = 4, 10
 MIDDLE = WorkerFacts(

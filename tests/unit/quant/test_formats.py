@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ds4py.errors import UnsupportedQuantError
 from ds4py.quant.formats import FORMATS, QuantFormat, format_of
-from tests.quant_blocks import any_blocks, finite_blocks
+from tests.support.quant_blocks import any_blocks, finite_blocks
 
 torch.set_num_threads(1)
 

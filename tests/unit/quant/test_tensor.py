@@ -8,7 +8,7 @@ from ds4py.errors import ModelError, UnsupportedQuantError
 from ds4py.quant import tensor as tensor_module
 from ds4py.quant.formats import FORMATS, QuantFormat
 from ds4py.quant.tensor import QuantTensor
-from tests.quant_blocks import finite_blocks
+from tests.support.quant_blocks import finite_blocks
 
 torch.set_num_threads(1)
 

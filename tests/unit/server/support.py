@@ -23,8 +23,8 @@ from ds4py.server.requests.request import (
 from ds4py.snapshot.disk_cache import DiskCache
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
-from tests.fakes import FakeBackend
-from tests.toys import bpe_metadata
+from tests.support.fakes import FakeBackend
+from tests.support.toys import bpe_metadata
 
 DEADLINE = 10.0
 """Seconds after which a wait means a broken test."""

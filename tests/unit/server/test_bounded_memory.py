@@ -14,7 +14,7 @@ from ds4py.server.http.app import create_app, queue_of, save_sessions
 from ds4py.server.requests.request import ChatMessage, Conversation, PastCall
 from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_OWN, Reason
-from tests.fakes import FakeSession
+from tests.support.fakes import FakeSession
 from tests.unit.server.support import DEADLINE, GREEDY, N_VOCAB, backend, script, text_stack
 
 LONG = "x" * 1000

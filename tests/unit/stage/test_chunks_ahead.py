@@ -40,10 +40,10 @@ from ds4py.wire.extensions import Fork
 from ds4py.wire.messages import Work
 from ds4py.wire.prefix_hash import prefix_hash
 from ds4py.worker.worker import Worker
-from tests.clusters import SOCKETS, span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.peers import Driver, driver, entry
-from tests.toys import toy_llama
+from tests.support.clusters import SOCKETS, span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.peers import Driver, driver, entry
+from tests.support.toys import toy_llama
 from tests.unit.peer.extended import greet
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12]

@@ -13,9 +13,9 @@ from ds4py.errors import CapacityError, ClusterError, Ds4Error, ModelError
 from ds4py.stage import executor as device_module
 from ds4py.stage import scheduler as scheduler_module
 from ds4py.stage.executor import DeviceThread, wait_for
-from tests.clusters import span, wait_until
-from tests.fake_runner import FakeRunner
-from tests.sockets import Background
+from tests.support.clusters import span, wait_until
+from tests.support.fake_runner import FakeRunner
+from tests.support.sockets import Background
 
 
 def work(session: int, pos0: int = 0, n: int = 1) -> ForwardRequest:

@@ -12,9 +12,9 @@ import pytest
 from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, OutputKind, SessionId
 from ds4py.errors import CancelledError, CapacityError, ClusterError, Ds4Error
 from ds4py.stage.executor import DeviceThread, wait_for
-from tests.clusters import span, wait_until
-from tests.fake_runner import FakeRunner
-from tests.sockets import Background
+from tests.support.clusters import span, wait_until
+from tests.support.fake_runner import FakeRunner
+from tests.support.sockets import Background
 
 CHUNK = 2
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ds4py.stage.mailbox import Mailbox
-from tests.sockets import Background
+from tests.support.sockets import Background
 
 
 def test_items_leave_in_the_order_in_which_they_came() -> None:

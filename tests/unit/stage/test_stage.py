@@ -21,8 +21,8 @@ from ds4py.stage.executor import wait_for
 from ds4py.stage.session_table import StageRequest
 from ds4py.stage.stage import SessionOwner, Stage
 from ds4py.wire.prefix_hash import extend, prefix_hash
-from tests.clusters import wait_until
-from tests.fake_runner import FakeRunner, reference_logits
+from tests.support.clusters import wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
 
 A, B, C = SessionId(1), SessionId(2), SessionId(3)
 SECONDS = 20.0

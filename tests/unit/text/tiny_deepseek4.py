@@ -6,7 +6,7 @@ from ds4py.gguf.file import GgufFile
 from ds4py.gguf.kinds import MetaValue
 from ds4py.text.chat_formats.deepseek4 import MAX_MIN_CONTEXT, DeepSeek4Chat
 from ds4py.text.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from tests import golden
+from tests.support import golden
 
 
 @functools.cache

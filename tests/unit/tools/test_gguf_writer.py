@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds4py.errors import GgufError, UnsupportedQuantError
 from ds4py.gguf import kinds
 from ds4py.gguf.parse import parse_gguf
-from tests.toys import gguf_bytes, packed, tensor, toy_llama
+from tests.support.toys import gguf_bytes, packed, tensor, toy_llama
 from tools.gguf_writer import TensorSource, save_gguf, shard_name, write_gguf
 
 

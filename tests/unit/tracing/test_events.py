@@ -28,8 +28,8 @@ from ds4py.tracing.events import (
 )
 from ds4py.tracing.perfetto import ChromeEvents, TraceWriter
 from ds4py.wire.messages import Telemetry
-from tests.clusters import wait_until
-from tests.strategies import telemetries
+from tests.support.clusters import wait_until
+from tests.support.strategies import telemetries
 
 HOPS = [TracedHop("first", (0, 1)), TracedHop("second", (2, 3)), TracedHop("third", (4, 5))]
 SPAN = ChunkRef(session=2**63 + 1, request=7, pos0=512, n_tokens=256)

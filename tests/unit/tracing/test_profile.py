@@ -18,11 +18,11 @@ from ds4py.layer_range import LayerRange
 from ds4py.tracing.events import ChunkRef, Phase, TraceRecorder
 from ds4py.wire.messages import Result, Telemetry
 from ds4py.worker.profile import StageProfile, _ChunkTimes, profile_stage
-from tests.by_hand import PROMPT, QUICK
-from tests.clusters import cluster, span, start_worker
-from tests.fake_runner import FakeRunner
-from tests.peers import driver, entry, make_work
-from tests.strategies import telemetries
+from tests.support.by_hand import PROMPT, QUICK
+from tests.support.clusters import cluster, span, start_worker
+from tests.support.fake_runner import FakeRunner
+from tests.support.peers import driver, entry, make_work
+from tests.support.strategies import telemetries
 
 TOKEN = ChunkRef(session=1, request=2, pos0=3, n_tokens=1)
 OUTPUT = ForwardOutput(eval_usec=5)

@@ -19,8 +19,8 @@ from ds4py.errors import (
     TransportTimeoutError,
 )
 from ds4py.wire.frames import encode_frame
-from tests.clusters import wait_until
-from tests.sockets import (
+from tests.support.clusters import wait_until
+from tests.support.sockets import (
     Background,
     connected,
     frames_over,

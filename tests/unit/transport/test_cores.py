@@ -12,8 +12,8 @@ import pytest
 from ds4py.config import SocketConfig
 from ds4py.transport.cores import keep_off, run_on
 from ds4py.transport.outbox import Outbox
-from tests.clusters import wait_until
-from tests.sockets import SOCKETS, Background, connected
+from tests.support.clusters import wait_until
+from tests.support.sockets import SOCKETS, Background, connected
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,

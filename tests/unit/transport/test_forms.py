@@ -31,10 +31,10 @@ from ds4py.transport.security import PLAIN, Security
 from ds4py.transport.sockets import Listener, connect
 from ds4py.transport.stream import PlainStream, Stream, after
 from ds4py.wire.frames import encode_frame
-from tests.by_hand import PROMPT
-from tests.clusters import cluster, wait_until
-from tests.fake_runner import reference_logits
-from tests.sockets import DEADLINE, SOCKETS, Background, read_exactly, read_to_end, tcp_pair
+from tests.support.by_hand import PROMPT
+from tests.support.clusters import cluster, wait_until
+from tests.support.fake_runner import reference_logits
+from tests.support.sockets import DEADLINE, SOCKETS, Background, read_exactly, read_to_end, tcp_pair
 from tests.tls import Chopper, Recorder, TlsSecurity, TlsStream
 
 LOOPBACK = Address("127.0.0.1", 0)

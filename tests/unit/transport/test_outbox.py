@@ -9,8 +9,8 @@ import pytest
 from ds4py.config import SocketConfig
 from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
 from ds4py.transport.outbox import Outbox
-from tests.clusters import wait_until
-from tests.sockets import Background, connected, read_exactly, read_to_end
+from tests.support.clusters import wait_until
+from tests.support.sockets import Background, connected, read_exactly, read_to_end
 
 BIG = 1 << 25  # beyond all buffers of a connection whose buffers are small
 SMALL_BUFFERS = 4096

@@ -13,7 +13,7 @@ from ds4py.config import Address, SocketConfig
 from ds4py.errors import ConfigError, ConnectError
 from ds4py.transport import sockets
 from ds4py.transport.sockets import Listener, connect, listen, local_address, peer_address
-from tests.sockets import SOCKETS, Background, tcp_pair
+from tests.support.sockets import SOCKETS, Background, tcp_pair
 
 LOOPBACK = Address("127.0.0.1", 0)
 

@@ -9,8 +9,8 @@ import pytest
 
 from ds4py.transport.stream import PlainStream
 from ds4py.transport.switch import first_word
-from tests.clusters import wait_until
-from tests.sockets import SOCKETS, Background, read_exactly, tcp_pair
+from tests.support.clusters import wait_until
+from tests.support.sockets import SOCKETS, Background, read_exactly, tcp_pair
 
 WORDS = (b"DS4D", b"DS4T")
 

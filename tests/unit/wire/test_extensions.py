@@ -21,7 +21,7 @@ from ds4py.wire.extensions import (
     encode_peer_hello,
 )
 from ds4py.wire.frames import ExtType, Frame, coordinator_limits, hello_limits, worker_limits
-from tests.strategies import attempt, joined, peer_hellos, read_frames, u64
+from tests.support.strategies import attempt, joined, peer_hellos, read_frames, u64
 
 HELLO = {
     "role": "worker",

@@ -22,7 +22,7 @@ from ds4py.wire.frames import (
     wire_text,
     worker_limits,
 )
-from tests.strategies import attempt, cuts, feed, joined, read_frames, u32
+from tests.support.strategies import attempt, cuts, feed, joined, read_frames, u32
 
 LIMITS = {FrameType.ERROR: 100, FrameType.WORK: 5000}
 frames = st.lists(

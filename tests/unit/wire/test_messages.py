@@ -33,7 +33,15 @@ from ds4py.wire.messages import (
 from ds4py.wire.route import HopEntry
 from ds4py.wire.snapshot_messages import encode_chunks
 from ds4py.wire.work_messages import RelayedResult, ResultHeader
-from tests.strategies import attempt, joined, messages, read_frames, results, telemetries, works
+from tests.support.strategies import (
+    attempt,
+    joined,
+    messages,
+    read_frames,
+    results,
+    telemetries,
+    works,
+)
 
 HELLO = Hello(
     model_id=0,

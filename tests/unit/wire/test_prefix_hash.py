@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
-from tests.strategies import token_lists
+from tests.support.strategies import token_lists
 
 
 def definition(tokens, h=0x14650FB0739D0383):

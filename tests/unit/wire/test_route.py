@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.route import HopEntry, decode_route, encode_route
-from tests.strategies import attempt, routes
+from tests.support.strategies import attempt, routes
 
 TWO_HOPS = bytes.fromhex(
     "00000008 00009c41 00000002 00000002 00000000 31302e302e302e32"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ds4py.stage.mailbox import Credits
-from tests.sockets import Background
+from tests.support.sockets import Background
 
 
 def test_there_are_as_many_places_as_were_made() -> None:

@@ -15,9 +15,9 @@ from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.wire.extensions import Fork
 from ds4py.wire.prefix_hash import prefix_hash
 from ds4py.worker.worker import Worker
-from tests.clusters import DEADLINE, span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.peers import Driver, driver, entry
+from tests.support.clusters import DEADLINE, span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.peers import Driver, driver, entry
 from tests.unit.peer.extended import greet
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12]

@@ -10,10 +10,10 @@ from ds4py.config import Address
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import Result, Telemetry, Work, encode
 from ds4py.worker.forwarder import Forwarder
-from tests.clusters import span, wait_until
-from tests.peers import entry, make_work
-from tests.sockets import Background, connected, read_exactly
-from tests.strategies import joined
+from tests.support.clusters import span, wait_until
+from tests.support.peers import entry, make_work
+from tests.support.sockets import Background, connected, read_exactly
+from tests.support.strategies import joined
 
 FIRST, LAST = span("0-2"), span("3-5")
 

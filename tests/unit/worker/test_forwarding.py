@@ -20,10 +20,19 @@ from ds4py.wire.messages import Telemetry, WorkFlags, encode, error_result
 from ds4py.wire.route import HopEntry
 from ds4py.worker import worker as worker_module
 from ds4py.worker.forwarder import _MAX_NEXT_HOPS, Forwarder
-from tests.clusters import span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, embed, fake_layer, reference_logits
-from tests.peers import Driver, NextHop, driver, entry, logits_for, make_work, next_hop, take_work
-from tests.sockets import Background
+from tests.support.clusters import span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, embed, fake_layer, reference_logits
+from tests.support.peers import (
+    Driver,
+    NextHop,
+    driver,
+    entry,
+    logits_for,
+    make_work,
+    next_hop,
+    take_work,
+)
+from tests.support.sockets import Background
 
 FIRST, LAST = span("0-2"), span("3-5")
 

@@ -21,10 +21,10 @@ from ds4py.wire.messages import SnapshotBegin, SnapshotDone, decode, encode
 from ds4py.wire.prefix_hash import extend, prefix_hash
 from ds4py.worker.connection import DataConnection
 from ds4py.worker.worker import Worker
-from tests.clusters import span, start_worker, wait_until
-from tests.fake_runner import N_VOCAB, WIDTH, FakeRunner, card, reference_logits
-from tests.peers import N_CTX, Driver, driver, entry, logits_for, next_hop, take_work
-from tests.shard_peers import (
+from tests.support.clusters import span, start_worker, wait_until
+from tests.support.fake_runner import N_VOCAB, WIDTH, FakeRunner, card, reference_logits
+from tests.support.peers import N_CTX, Driver, driver, entry, logits_for, next_hop, take_work
+from tests.support.shard_peers import (
     ALL,
     ID,
     chunk,
@@ -36,7 +36,7 @@ from tests.shard_peers import (
     reply,
     save_request,
 )
-from tests.sockets import Background
+from tests.support.sockets import Background
 
 PROMPT = [5, 80, 3, 41, 9]
 OTHER = [7, 7, 12]

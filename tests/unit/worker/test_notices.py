@@ -18,11 +18,11 @@ from ds4py.wire.extensions import Cancel, Drop, Fork, HopLost
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import encode
 from ds4py.worker.forwarder import Forwarder
-from tests.by_hand import QUICK, good, serve
-from tests.clusters import DEADLINE, Cluster, cluster, span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.peers import dial_in, driver, entry, hello, logits_for, next_hop, take_work
-from tests.sockets import Background
+from tests.support.by_hand import QUICK, good, serve
+from tests.support.clusters import DEADLINE, Cluster, cluster, span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.peers import dial_in, driver, entry, hello, logits_for, next_hop, take_work
+from tests.support.sockets import Background
 from tests.unit.peer.extended import extended_worker, greet, read_to_close
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12, 1, 0, 96, 33, 60, 2, 8, 19, 25]

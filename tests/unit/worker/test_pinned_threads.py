@@ -13,9 +13,9 @@ import pytest
 from ds4py.config import WorkerConfig
 from ds4py.layer_range import LayerSpec
 from ds4py.worker.worker import Worker
-from tests.clusters import ANY_PORT, SOCKETS, span, wait_until
-from tests.fake_runner import FakeRunner
-from tests.peers import driver, entry, next_hop, take_work
+from tests.support.clusters import ANY_PORT, SOCKETS, span, wait_until
+from tests.support.fake_runner import FakeRunner
+from tests.support.peers import driver, entry, next_hop, take_work
 
 FIRST, LAST = span("0-2"), span("3-5")
 

@@ -29,10 +29,10 @@ from ds4py.wire.messages import ErrorText, ResultKind, encode
 from ds4py.wire.work_messages import ResultStatus
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
-from tests.clusters import span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, card, reference_logits
-from tests.peers import N_CTX, Driver, driver, entry, hello
-from tests.sockets import Background
+from tests.support.clusters import span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, card, reference_logits
+from tests.support.peers import N_CTX, Driver, driver, entry, hello
+from tests.support.sockets import Background
 from tests.unit.peer.extended import greet
 
 PROMPT = [5, 80, 3, 41, 9]

@@ -22,9 +22,9 @@ from ds4py.runtime import Node, open_node
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
-from tests import golden
 from tests.e2e.support import GREEDY, SOCKETS, endless_toy, engine
-from tests.toys import CHATML, bpe_metadata
+from tests.support import golden
+from tests.support.toys import CHATML, bpe_metadata
 from tests.unit.text import tiny_deepseek4
 
 LLAMA2 = (

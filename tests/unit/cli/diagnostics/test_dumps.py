@@ -22,7 +22,7 @@ from ds4py.config import CoordinatorConfig
 from ds4py.runtime import Node, open_node
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
 from tests.e2e.support import SOCKETS, engine
-from tests.toys import bpe_metadata, toy_llama
+from tests.support.toys import bpe_metadata, toy_llama
 
 PROMPT = (5, 80, 3, 41, 9, 77)
 TOKENIZER = load_tokenizer(bpe_metadata())

@@ -12,7 +12,7 @@ from ds4py import __version__
 from ds4py.cli import exits
 from ds4py.cli.main import ds4py
 from ds4py.layer_range import LayerSpec
-from tests.toys import build_gguf, tensor, toy_llama
+from tests.support.toys import build_gguf, tensor, toy_llama
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ds4py.config import CoordinatorConfig
 from ds4py.errors import CancelledError, CapacityError, ConfigError
 from ds4py.runtime import Node, open_node
 from tests.e2e.support import SOCKETS, engine
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 
 TEXT = [3 + (7 * k * k + k) % 250 for k in range(40)]
 

@@ -22,7 +22,7 @@ from ds4py.wire.messages import (
     encode,
     error_result,
 )
-from tests.by_hand import (
+from tests.support.by_hand import (
     PROMPT,
     WHOLE,
     by_hand,
@@ -32,10 +32,10 @@ from tests.by_hand import (
     n_workers,
     serve,
 )
-from tests.clusters import SOCKETS, cluster, span, wait_until
-from tests.fake_runner import N_VOCAB
-from tests.peers import dial_in, hello, take_work
-from tests.sockets import Background, read_to_end
+from tests.support.clusters import SOCKETS, cluster, span, wait_until
+from tests.support.fake_runner import N_VOCAB
+from tests.support.peers import dial_in, hello, take_work
+from tests.support.sockets import Background, read_to_end
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ from ds4py.coordinator.relay.workers import dialer as dialer_module
 from ds4py.coordinator.relay.workers import worker_hello as worker_hello_module
 from ds4py.layer_range import LayerSpec
 from ds4py.worker import worker as worker_module
-from tests.by_hand import (
+from tests.support.by_hand import (
     PROMPT,
     WHOLE,
     dialling,
 )
-from tests.clusters import cluster, span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.peers import next_hop
-from tests.sockets import Background
+from tests.support.clusters import cluster, span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.peers import next_hop
+from tests.support.sockets import Background
 
 
 def test_a_plain_worker_is_served_if_the_route_says_its_layers() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from ds4py.config import CoordinatorConfig
 from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.errors import ModelError
-from tests.clusters import SOCKETS, cluster, span, start_worker, wait_until
-from tests.fake_runner import FakeRunner, card, reference_logits
+from tests.support.clusters import SOCKETS, cluster, span, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, card, reference_logits
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77]
 

@@ -15,10 +15,10 @@ from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
 from ds4py.wire.extensions import Alive, Drop
 from ds4py.wire.frames import coordinator_limits, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText, Result, encode
-from tests.clusters import span, wait_until
-from tests.fake_runner import N_VOCAB, WIDTH
-from tests.peers import N_CTX, entry, logits_for, make_work, take_work
-from tests.sockets import Background, frames_over, tcp_pair
+from tests.support.clusters import span, wait_until
+from tests.support.fake_runner import N_VOCAB, WIDTH
+from tests.support.peers import N_CTX, entry, logits_for, make_work, take_work
+from tests.support.sockets import Background, frames_over, tcp_pair
 
 LIMITS = coordinator_limits(N_VOCAB, WIDTH, N_CTX)
 HOP = entry(span("0-5"))

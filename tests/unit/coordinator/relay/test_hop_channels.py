@@ -19,11 +19,11 @@ from ds4py.errors import ConnectError, Ds4Error
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import Listener
 from ds4py.wire.messages import Work, WorkFlags, encode, error_result
-from tests.by_hand import QUICK, WHOLE, ended, good, n_workers, serve
-from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, start_worker, wait_until
-from tests.fake_runner import FakeRunner, reference_logits
-from tests.peers import NextHop, dial_in, hello, next_hop, take_work
-from tests.sockets import Background
+from tests.support.by_hand import QUICK, WHOLE, ended, good, n_workers, serve
+from tests.support.clusters import ANY_PORT, SOCKETS, Cluster, cluster, start_worker, wait_until
+from tests.support.fake_runner import FakeRunner, reference_logits
+from tests.support.peers import NextHop, dial_in, hello, next_hop, take_work
+from tests.support.sockets import Background
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12]
 PATIENT = replace(QUICK, rejoin_timeout=20)

@@ -23,12 +23,12 @@ from ds4py.errors import (
 from ds4py.layer_range import LayerRange
 from ds4py.snapshot import CacheSizes, read_dsv4, split, write_dsvl
 from ds4py.worker.worker import Worker
-from tests.by_hand import n_workers
-from tests.clusters import DEADLINE, SOCKETS, cluster, span, start_worker, wait_until
-from tests.fake_runner import N_VOCAB, FakeRunner, card, reference_logits
-from tests.peers import N_CTX, driver
-from tests.shard_peers import pull, save_request
-from tests.sockets import Background
+from tests.support.by_hand import n_workers
+from tests.support.clusters import DEADLINE, SOCKETS, cluster, span, start_worker, wait_until
+from tests.support.fake_runner import N_VOCAB, FakeRunner, card, reference_logits
+from tests.support.peers import N_CTX, driver
+from tests.support.shard_peers import pull, save_request
+from tests.support.sockets import Background
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12, 1, 0, 96, 33]
 MORE = [7, 0, 96]

@@ -37,12 +37,12 @@ from ds4py.wire.messages import (
     encode,
 )
 from ds4py.wire.prefix_hash import prefix_hash
-from tests.by_hand import QUICK, good, joined, n_workers, serve
-from tests.clusters import cluster
-from tests.fake_runner import N_VOCAB, card
-from tests.peers import N_CTX, NextHop, dial_in, hello, next_hop
-from tests.shard_peers import ALL
-from tests.sockets import Background
+from tests.support.by_hand import QUICK, good, joined, n_workers, serve
+from tests.support.clusters import cluster
+from tests.support.fake_runner import N_VOCAB, card
+from tests.support.peers import N_CTX, NextHop, dial_in, hello, next_hop
+from tests.support.shard_peers import ALL
+from tests.support.sockets import Background
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12, 1, 0, 96, 33]
 MORE = [7, 0, 96]

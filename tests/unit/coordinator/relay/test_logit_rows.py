@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ds4py.contracts import SessionId
 from ds4py.coordinator.chunked_prefill import cut_chunks
 from ds4py.wire.prefix_hash import INIT
-from tests.clusters import Cluster, cluster
-from tests.fake_runner import reference_logits
+from tests.support.clusters import Cluster, cluster
+from tests.support.fake_runner import reference_logits
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12, 60, 1]
 ROUTES = {

@@ -28,7 +28,7 @@ from ds4py.wire.messages import (
     error_result,
 )
 from ds4py.wire.work_messages import ResultStatus
-from tests.by_hand import (
+from tests.support.by_hand import (
     PROMPT,
     QUICK,
     WHOLE,
@@ -40,10 +40,10 @@ from tests.by_hand import (
     n_workers,
     serve,
 )
-from tests.clusters import SOCKETS, Cluster, cluster, span, start_worker
-from tests.fake_runner import N_VOCAB, FakeRunner, card, reference_logits
-from tests.peers import dial_in, hello, logits_for, take_work
-from tests.sockets import Background
+from tests.support.clusters import SOCKETS, Cluster, cluster, span, start_worker
+from tests.support.fake_runner import N_VOCAB, FakeRunner, card, reference_logits
+from tests.support.peers import dial_in, hello, logits_for, take_work
+from tests.support.sockets import Background
 
 
 def test_results_are_matched_by_request_id_whatever_their_order() -> None:

@@ -32,10 +32,10 @@ from ds4py.transport.sockets import Listener
 from ds4py.wire.extensions import Alive
 from ds4py.wire.frames import ExtType, coordinator_limits
 from ds4py.worker.worker import Worker
-from tests.clusters import ANY_PORT, DEADLINE, SOCKETS, span, wait_until
-from tests.fake_runner import N_VOCAB, WIDTH, FakeRunner, card, reference_logits
-from tests.peers import N_CTX, Driver, entry
-from tests.sockets import Background
+from tests.support.clusters import ANY_PORT, DEADLINE, SOCKETS, span, wait_until
+from tests.support.fake_runner import N_VOCAB, WIDTH, FakeRunner, card, reference_logits
+from tests.support.peers import N_CTX, Driver, entry
+from tests.support.sockets import Background
 from tests.unit.peer.extended import greet, read_to_close
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12, 1]

@@ -21,7 +21,7 @@ from ds4py.kernels.cuda.layouts import LAYOUTS
 from ds4py.layers.experts import ExpertGroups, choose, gathered, grouped, one_by_one, packed
 from ds4py.quant.formats import FORMATS, QuantFormat
 from ds4py.quant.tensor import QuantTensor
-from tests.quant_blocks import HALF_OFFSETS, any_blocks, finite_blocks
+from tests.support.quant_blocks import HALF_OFFSETS, any_blocks, finite_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":

@@ -23,8 +23,8 @@ from ds4py.models.deepseek4.linear import Weights
 from ds4py.models.deepseek4.shape import KNOWN
 from ds4py.models.deepseek4.step import Rotaries, Step
 from ds4py.quant.tensor import QuantTensor
-from tests import golden
-from tests.toys import packed
+from tests.support import golden
+from tests.support.toys import packed
 
 CPU = torch.device("cpu")
 N_CTX = 512

@@ -16,7 +16,7 @@ from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.errors import ModelError
 from ds4py.models.deepseek4.cache import REWIND_SLACK
-from tests import golden
+from tests.support import golden
 from tests.unit.models.deepseek4.support import N_CTX, Sessions, prompt, tiny
 
 A, B = SessionId(1), SessionId(2)

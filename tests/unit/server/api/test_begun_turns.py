@@ -7,7 +7,7 @@ from ds4py.server.requests.prompts import TextStack
 from ds4py.server.requests.request import ChatMessage, PastCall
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 from tests.unit.server.support import chat_ids, script, server, text_stack
 from tests.unit.text import tiny_deepseek4 as tiny
 

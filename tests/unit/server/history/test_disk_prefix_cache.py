@@ -12,7 +12,7 @@ from ds4py.server.history.exact_tokens import ExactTokens
 from ds4py.server.history.tool_calls import ToolCallMemory
 from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_OWN, Reason
-from tests.fakes import FakeSession
+from tests.support.fakes import FakeSession
 from tests.unit.server.support import N_VOCAB, script, text_stack
 
 IDENTITY = CacheIdentity(

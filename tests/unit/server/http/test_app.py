@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from ds4py.errors import RemoteWorkError, RouteIncompleteError
-from tests.fakes import Gate
+from tests.support.fakes import Gate
 from tests.unit.server.support import DEADLINE, N_VOCAB, USER, backend, client, script, sse
 
 CHAT = "/v1/chat/completions"

@@ -9,7 +9,7 @@ import pytest
 
 from ds4py.server.api.reply import data
 from ds4py.server.http import server as serve_module
-from tests.fakes import Gate
+from tests.support.fakes import Gate
 from tests.unit.server.http.test_server import connect, post, read_all, until_gone
 from tests.unit.server.support import DEADLINE, USER, backend, server
 

@@ -14,7 +14,7 @@ import pytest
 from ds4py.errors import RemoteWorkError, TransportError
 from ds4py.server.http import server as serve_module
 from ds4py.server.requests.queue import RequestHandle
-from tests.fakes import Gate
+from tests.support.fakes import Gate
 from tests.unit.server.support import DEADLINE, USER, backend, server, sse
 
 CHAT = "/v1/chat/completions"

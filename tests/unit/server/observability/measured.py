@@ -4,7 +4,7 @@ from ds4py.contracts import Health, StageStatus
 from ds4py.layer_range import LayerRange
 from ds4py.server.observability.console_stats import Watched
 from ds4py.server.observability.request_metrics import RequestMetrics
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 CHAT = "/v1/chat/completions"
 

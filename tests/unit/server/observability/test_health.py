@@ -6,7 +6,7 @@ from ds4py.config import ServerConfig
 from ds4py.contracts import Health, StageStatus
 from ds4py.layer_range import LayerRange
 from ds4py.server.observability.health import health_object, model_objects, served_name
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 STAGES = (
     StageStatus(name="coordinator", layers=None),

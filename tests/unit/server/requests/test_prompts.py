@@ -12,7 +12,7 @@ from ds4py.server.requests.request import (
 )
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
-from tests.toys import bpe_metadata
+from tests.support.toys import bpe_metadata
 from tests.unit.server.support import GREEDY, N_VOCAB, chat_ids, completion_ids, text_stack, writer
 from tests.unit.text import tiny_deepseek4 as tiny
 

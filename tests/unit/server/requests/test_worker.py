@@ -15,7 +15,7 @@ from ds4py.server.requests.request import ChatMessage, Conversation, GenerationR
 from ds4py.server.requests.state import RequestState, TokenizedPrompt
 from ds4py.server.requests.worker import GenerationWorker
 from ds4py.text.tool_calls.formats import DSML
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 from tests.unit.server.support import EOS, GREEDY, N_VOCAB, backend, script, text_stack
 
 PROMPT = (10, 11, 12)

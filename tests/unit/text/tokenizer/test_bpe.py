@@ -4,7 +4,7 @@ import pytest
 
 from ds4py.errors import ModelError
 from ds4py.text.tokenizer.bpe import BYTE_ALPHABET
-from tests.toys import byte_characters
+from tests.support.toys import byte_characters
 from tests.unit.text.tokenizer.toy_vocabularies import CONTROL, NORMAL, USER_DEFINED, bpe
 
 

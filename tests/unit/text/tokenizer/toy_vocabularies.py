@@ -1,4 +1,4 @@
-"""Small tokenizer sections for tests; `tests.toys.bpe_metadata` makes the byte-level BPE one."""
+"""Small tokenizer sections for tests; `toys.bpe_metadata` makes the byte-level BPE one."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from ds4py.gguf.kinds import MetaValue
 from ds4py.text.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from tests import toys
+from tests.support import toys
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPM_PIECES = (
@@ -49,7 +49,7 @@ def spm(*more: tuple[str, int], **values: MetaValue) -> Tokenizer:
 
 
 def bpe_metadata(*more: tuple[str, int], **values: MetaValue) -> dict[str, MetaValue]:
-    """The section of `tests.toys.bpe_metadata` with more tokens and other values."""
+    """The section of `toys.bpe_metadata` with more tokens and other values."""
     section: dict[str, Any] = dict(toys.bpe_metadata())
     tokens, types = section["tokenizer.ggml.tokens"], section["tokenizer.ggml.token_type"]
     assert isinstance(tokens, list)

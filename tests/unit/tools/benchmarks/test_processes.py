@@ -10,7 +10,7 @@ import pytest
 
 from ds4py.errors import ClusterError
 from ds4py.layer_range import balanced_cuts
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 from tools.benchmarks.processes import (
     TimedProcess,
     WorkerSettings,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import DEADLINE, environment
-from tests.toys import toy_llama
+from tests.support.processes import DEADLINE, environment
+from tests.support.toys import toy_llama
 
 ROOT = Path(__file__).parents[4]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ds4py.layer_range import balanced_cuts
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 from tools.benchmarks.processes import RouteUnderTest, WorkerSettings, route
 from tools.benchmarks.sessions import Pauses, decode_rate, pauses_beside_prompt
 from tools.benchmarks.timers import DECODE_CONTEXT

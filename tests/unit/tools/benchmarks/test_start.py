@@ -9,7 +9,7 @@ import pytest
 
 from ds4py.gguf.file import GgufFile
 from ds4py.layer_range import LayerRange
-from tests.toys import toy_llama
+from tests.support.toys import toy_llama
 from tools.benchmarks.start import best, forget_cached, kv_bytes, read_once, tensor_places
 
 

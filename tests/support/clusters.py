@@ -27,7 +27,7 @@ from ds4py.transport.acceptor import Acceptor
 from ds4py.transport.security import PLAIN, Security
 from ds4py.transport.sockets import Listener
 from ds4py.worker.worker import Worker
-from tests.fake_runner import FakeRunner, card
+from tests.support.fake_runner import FakeRunner, card
 
 DEADLINE = 20.0
 SOCKETS = SocketConfig(buffer_mb=0, send_timeout=10)

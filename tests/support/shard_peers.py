@@ -18,9 +18,9 @@ from ds4py.wire.messages import (
     encode,
 )
 from ds4py.wire.prefix_hash import prefix_hash
-from tests.clusters import span
-from tests.fake_runner import card
-from tests.sockets import Background
+from tests.support.clusters import span
+from tests.support.fake_runner import card
+from tests.support.sockets import Background
 
 ALL = span("0-5")
 ID = 1 << 63

@@ -23,7 +23,7 @@ from ds4py.gguf.file import GgufFile
 from ds4py.kernels.cache import Segment
 from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4 import Slice
-from tests import golden
+from tests.support import golden
 from tests.unit.models.deepseek4_reference import Reference
 
 F32 = npt.NDArray[np.float32]

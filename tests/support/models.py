@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-MODELS = Path(__file__).parents[1] / "models"
+MODELS = Path(__file__).parents[2] / "models"
 
 
 def _path(name: str) -> Path:

@@ -22,9 +22,9 @@ from ds4py.wire.messages import (
     WorkHeader,
     encode,
 )
-from tests.clusters import SOCKETS, Cluster, cluster, registered, span, wait_until
-from tests.fake_runner import card
-from tests.peers import dial_in, hello, logits_for
+from tests.support.clusters import SOCKETS, Cluster, cluster, registered, span, wait_until
+from tests.support.fake_runner import card
+from tests.support.peers import dial_in, hello, logits_for
 
 PROMPT = [5, 80, 3, 3, 41, 9, 77, 12, 1]
 WHOLE = span("0-5")

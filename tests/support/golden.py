@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-ROOT = Path(__file__).parent / "golden"
-UNPACKED = Path(__file__).parents[1] / "build" / "golden"
+ROOT = Path(__file__).parents[1] / "golden"
+UNPACKED = Path(__file__).parents[2] / "build" / "golden"
 
 
 @functools.cache

@@ -18,8 +18,8 @@ from ds4py.wire.frames import FrameType, coordinator_limits, worker_limits
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, WorkHeader, encode
 from ds4py.wire.prefix_hash import extend, prefix_hash
 from ds4py.wire.route import HopEntry, encode_route
-from tests.fake_runner import N_VOCAB, WIDTH, card, embed
-from tests.sockets import SOCKETS, Background, frames_over
+from tests.support.fake_runner import N_VOCAB, WIDTH, card, embed
+from tests.support.sockets import SOCKETS, Background, frames_over
 
 ANYWHERE = Address("127.0.0.1", 9)
 N_CTX = 64
