@@ -115,6 +115,7 @@ def failure(tree: Path, tests: Sequence[str], seconds: float) -> str:
         "PYTHONPATH": str(tree),
         "PYTHONDONTWRITEBYTECODE": "1",  # two faults in a second would share compiled code
         "OMP_NUM_THREADS": "1",
+        "HYPOTHESIS_PROFILE": "ci",  # as many examples as the whole suite has, the same each time
     }
     command = [sys.executable, "-m", "pytest", *PYTEST, *IMPORTS, *(f"tests/{t}" for t in tests)]
     process = subprocess.Popen(

@@ -118,6 +118,23 @@ def test_a_turn_is_one_chunk_or_all_tokens_that_fit_of_different_sessions(events
         assert numbers == sorted(numbers)
 
 
+def test_a_batch_has_as_many_tokens_as_are_allowed_in_the_order_of_their_arrival() -> None:
+    p = Play(max_batch=2)
+    for session, kind in ((0, CALL), (1, SINGLE), (0, SINGLE), (2, SINGLE)):
+        p.arrive(session, kind)
+    p.finish()
+    assert [[item.session for item in turn.batch] for turn in p.done] == [[1, 0], [2]]
+
+
+def test_calls_behind_calls_run_in_the_same_turn() -> None:
+    p = Play()
+    for kind in (CALL, CALL, SINGLE):
+        p.arrive(0, kind)
+    turn = p.run()
+    assert turn is not None
+    assert ([item.number for item in turn.calls], len(turn.batch)) == ([0, 1], 1)
+
+
 @given(EVENTS)
 def test_what_may_run_waits_for_one_turn_of_the_other_kind_at_most(events) -> None:
     """Also while others keep arriving: no session's prompt stops tokens, nor do tokens stop it."""

@@ -296,6 +296,19 @@ def test_a_request_id_that_is_in_flight_already_is_refused() -> None:
         assert d.answer().status == 0
 
 
+def test_a_request_id_that_the_next_hop_has_already_is_refused() -> None:
+    with scene() as (d, hop):
+        d.ask([], [5], request_id=7)
+        connection = hop.accept()
+        work = take_work(connection)
+        d.ask([5], [6], request_id=7)
+        got = d.answer()
+        assert (got.request_id, got.status) == (7, 1)
+        assert "already in flight" in got.text
+        connection.send(encode(logits_for(work)))
+        assert d.answer().status == 0
+
+
 def test_spans_of_different_sessions_share_the_connection_to_the_next_hop() -> None:
     with scene() as (d, hop):
         d.ask([], [5], session=1)
