@@ -55,6 +55,7 @@ _GEMM: Final = ("unit/kernels/cuda/test_linear.py",)
 _FRAMES, _WORK = "wire/frames.py", "wire/work_messages.py"
 _ROUTE, _SNAPSHOT = "wire/route.py", "wire/snapshot_messages.py"
 _SCHEDULER, _TABLE = "stage/scheduler.py", "stage/session_table.py"
+_STAGE_FILE, _RELAY_ROUTE = "stage/stage.py", "coordinator/relay/route.py"
 _PREFILL, _FORWARDER = "coordinator/chunked_prefill.py", "worker/forwarder.py"
 _HOP, _CHANNELS = "coordinator/relay/hop.py", "coordinator/relay/hop_channels.py"
 _GPU_ATTENTION, _GPU_GEMM = "kernels/cuda/decode_attention.py", "kernels/cuda/gemm.py"
@@ -243,8 +244,20 @@ MUTATIONS: Final = tuple(
             *("if self._items:", "if False:", _STAGE),
         ),
         (
-            *("stage-older-mark-takes-back-a-newer", "stage/aborts.py", "AbortedRequests.mark"),
+            *("stage-older-mark-takes-back-a-newer", _STAGE_FILE, "AbortedRequests.mark"),
             *("max(before, last_request)", "last_request", _STAGE),
+        ),
+        (
+            *("stage-gone-owner-keeps-its-sessions", _STAGE_FILE, "Stage._disown_if_gone"),
+            *("if owner.gone:", "if False:", _STAGE),
+        ),
+        (
+            *("stage-evaluates-for-nobody", _STAGE_FILE, "_Job.admit"),
+            *("if not self.done.set_running_or_notify_cancel():", "if False:", _STAGE),
+        ),
+        (
+            *("stage-loads-beside-what-it-holds", _STAGE_FILE, "Stage.load"),
+            *("self.sessions.reserve_slot(session)", "()", ("unit/worker/test_kv_transfer.py",)),
         ),
         # --- relay: a route, its connections, what is in flight -----------------------------------
         (
@@ -288,12 +301,24 @@ MUTATIONS: Final = tuple(
             *("n_hops + 2", "n_hops + 1", _RELAY),
         ),
         (
-            *("relay-resets-what-is-cached", _PREFILL, "cut_chunks"),
-            *("reset=pos0 == 0", "reset=pos0 == start", _RELAY),
+            *("relay-resets-what-is-cached", _RELAY_ROUTE, "work_flags"),
+            *("if chunk.pos0 == 0:", "if True:", _RELAY),
         ),
         (
-            *("relay-last-chunk-answers-done-only", _PREFILL, "cut_chunks"),
-            *("if ack_early and not is_last:", "if ack_early:", _RELAY),
+            *("relay-last-chunk-answers-done-only", _RELAY_ROUTE, "work_flags"),
+            *("if ack_early and not chunk.n_logits:", "if ack_early:", _RELAY),
+        ),
+        (
+            *("relay-logits-of-other-rows", _PREFILL, "_one_row_each"),
+            *("max(0, rest - 1)", "max(0, rest - 2)", _RELAY),
+        ),
+        (
+            *(
+                "relay-answers-in-the-order-of-arrival",
+                "coordinator/relay/run.py",
+                "PipelinedRun.run",
+            ),
+            *("for index in sorted(self._logits)", "for index in self._logits", _RELAY),
         ),
         (
             *("relay-one-span-over-the-window", _PREFILL, "Window.next_chunk"),
@@ -349,7 +374,7 @@ MUTATIONS: Final = tuple(
             ),
         ),
         (
-            *("kernels-turned-the-other-way", _CPU_FUSED, "_Attention._turned"),
+            *("kernels-turned-the-other-way", _CPU_FUSED, "_Attention._turn"),
             *("(lane % 2 == 0)", "(lane % 2 == 1)", _FUSED),
         ),
         (

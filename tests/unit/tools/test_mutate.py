@@ -9,6 +9,7 @@ import pytest
 from tools.mutations import MUTATIONS, Mutation
 from tools.run_mutate import StaleError, chosen, judge, main, mutated
 
+ROOT = Path(__file__).parents[3]
 CODE = """\
 class Queue:
     def room(self, n):
@@ -101,3 +102,9 @@ def test_faults_are_chosen_by_room_and_name(capsys: pytest.CaptureFixture[str]) 
     assert len(capsys.readouterr().out.splitlines()) == len(chosen(["scheduler"]))
     with pytest.raises(SystemExit):
         main(["--only", "nonsense"])
+
+
+def test_every_fault_is_still_where_it_was_seen() -> None:
+    """Moved code keeps its faults; changed code wants others."""
+    for mutation in MUTATIONS:
+        mutated(ROOT, mutation)
