@@ -64,8 +64,9 @@ def refusal(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.d
                 f"heads of {heads.width} values, {heads.n_rotated} of them rotated: "
                 "the kernels take multiples of 16"
             )
-        if not all(matrix.is_packed for matrix in layer.matrices):
-            return "a matrix is of a type without packed product"
+        for matrix in layer.matrices:
+            if not matrix.is_packed:
+                return f"{matrix.name}: the type has no product with packed blocks"
     for layer in {(layer.spec, layer.kv.dtype): layer for layer in layers}.values():
         # one comparison for all layers that are alike
         if not trusts_steps(_Part(layer).heads, layer.kv.dtype, _activation(layer)):

@@ -182,6 +182,10 @@ def distance(got: torch.Tensor, expected: np.ndarray) -> float:
     return float(np.abs(got.double().numpy() - expected).max() / np.ptp(expected))
 
 
+def refusals(model: DecoderSlice) -> dict[str, str | None]:
+    return {backend.name: backend.refusal for backend in model.backends}
+
+
 seeds = st.integers(0, 1 << 16)
 
 
@@ -206,9 +210,7 @@ def test_kernels_of_the_cpu_are_close_to_the_reference(shape, seed):
     expected = plain(shape, weights).logits(tokens)
     model = loaded(shape, weights, torch.bfloat16)
     note(shape.canonical())
-    assert {backend.name: backend.refusal for backend in model.backends}[
-        "kernels of the CPU"
-    ] is None
+    assert refusals(model)["kernels of the CPU"] is None
     assert distance(logits(model, tokens, [1] * 20), expected) < BF16_LIMIT
 
 
@@ -228,7 +230,7 @@ def test_kernels_of_the_cpu_agree_with_torch_to_the_last_rounding(shape, seed):
         got := hidden.clone(), [Segment(cache[:1], 19, 1), Segment(others[0][:1], 3, 1)]
     )
     first = DecoderSlice(
-        exact._shape, exact.layers[:1], dtype=torch.float32, device=torch.device("cpu"),
+        shape, exact.layers[:1], dtype=torch.float32, device=torch.device("cpu"),
         embedding=None, head=None,
     )  # fmt: skip
     want = first.forward(
@@ -280,10 +282,26 @@ def test_a_layer_that_kernels_cannot_do_is_refused_with_the_reason():
         blocks=(BlockSpec(attention=attention, feed_forward=FeedForwardSpec(n_ff=32)),),
     )  # fmt: skip
     model = loaded(shape, tensors(shape, "F32", 0), torch.bfloat16)
-    told = {backend.name: backend.refusal for backend in model.backends}
+    told = refusals(model)
     assert told["torch"] is None
     assert "heads of 24 values, 8 of them rotated" in told["kernels of the CPU"]
     assert "only a GPU" in told["recorded steps of the GPU"]
+
+
+def test_a_matrix_without_packed_product_is_named():
+    attention = AttentionSpec(
+        n_head=2, n_head_kv=1, d_head=32, rope=RopeParams(n_dims=32, base=100.0)
+    )
+    shape = DecoderShape(
+        architecture="described", n_vocab=V, n_embd=W, norm_eps=EPS, n_ctx_train=N_CTX,
+        blocks=(BlockSpec(attention=attention, feed_forward=FeedForwardSpec(n_ff=32)),) * 2,
+    )  # fmt: skip
+    weights = tensors(shape, "Q8_0", 0)
+    weights["blk.1.ffn_down.weight"] = tensors(shape, "F16", 0)["blk.1.ffn_down.weight"]
+    told = refusals(loaded(shape, weights, torch.bfloat16))
+    assert told["kernels of the CPU"] == (
+        "blk.1.ffn_down.weight: the type has no product with packed blocks"
+    )
 
 
 def test_values_of_the_cache_are_refused_by_recorded_steps_only_as_codes():
