@@ -28,6 +28,7 @@ from ds4py.layers.rope import RopeParams
 from ds4py.models.base import DeviceSpec
 from ds4py.models.decoder.shape import DecoderShape
 from ds4py.models.decoder.slice import DecoderSlice
+from ds4py.models.decoder.tensors import Names
 from ds4py.quant.tensor import QuantTensor
 from tests.unit.models.decoder_reference import Model, ReferenceDecoder, Rules
 
@@ -100,7 +101,15 @@ def models(halves: st.SearchStrategy) -> st.SearchStrategy[DecoderShape]:
         embedding_scale=st.sampled_from([1.0, 8.0]),
         logit_scale=st.sampled_from([1.0, 0.5]),
         logit_soft_cap=st.sampled_from([0.0, 3.0]),
-    )
+        names=st.sampled_from([Names(), Names(ffn_norm="post_attention_norm")]),
+    ).map(with_names_apart)
+
+
+def with_names_apart(shape: DecoderShape) -> DecoderShape:
+    """A norm behind the attention already has the other name of the norm before the second half."""
+    if any(block.norm_after for block in shape.blocks):
+        return replace(shape, names=Names())
+    return shape
 
 
 def tensors(shape: DecoderShape, kind: str, seed: int) -> dict[str, QuantTensor]:
@@ -129,6 +138,8 @@ def plain(shape: DecoderShape, weights: dict[str, QuantTensor]) -> ReferenceDeco
     """The same in the reference's own words."""
     values = {name: np.asarray(one.decode(), np.float64) for name, one in weights.items()}
     factors = values.pop("rope_freqs.weight", None)
+    own_name = f".{shape.names.ffn_norm}.weight"
+    values = {name.replace(own_name, ".ffn_norm.weight"): one for name, one in values.items()}
     layers = []
     for block in shape.blocks:
         own, half = block.attention, block.feed_forward
