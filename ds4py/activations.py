@@ -1,7 +1,7 @@
 """The activation that travels between stages, and its 32-, 16- and 8-bit packing.
 
 Owns: `HiddenBatch` (packed rows and what they mean) and the NumPy reference codec of
-docs/spec/wire-protocol.md section 9. Refuses to know: who sends it, which device computed it.
+docs/spec/wire-protocol.md#packing. Refuses to know: who sends it, which device computed it.
 Invariant: `len(data) == rows * width * bits / 8`, little-endian, row-major, no header.
 
 The device has its own vectorised codec (`ds4py.engine.activation_codec`); a property test holds it
@@ -54,13 +54,18 @@ class HiddenBatch:
         rows, width = values.shape
         return cls(rows, width, bits, memoryview(pack(values, bits)).cast("B"))
 
+    def head(self, rows: int) -> HiddenBatch:
+        """Return the first rows; shares the bytes."""
+        n_bytes = rows * self.width * self.bits // 8
+        return HiddenBatch(rows, self.width, self.bits, self.data.cast("B")[:n_bytes])
+
     def unpack(self) -> F32:
         """Return the values as `f32[T, width]` (reference codec)."""
         return unpack(self.data, self.bits).reshape(self.rows, self.width)
 
 
 def pack(values: F32, bits: int) -> bytes:
-    """Pack float32 values at 32, 16 or 8 bits (spec 9.2, 9.3, 9.5)."""
+    """Pack float32 values at 32, 16 or 8 bits (wire-protocol.md#32-bit, #to-binary16, #8-bit)."""
     flat = np.ascontiguousarray(values, dtype="<f4").reshape(-1)
     if bits == 32:
         return flat.tobytes()
@@ -68,7 +73,7 @@ def pack(values: F32, bits: int) -> bytes:
 
 
 def unpack(data: memoryview | bytes, bits: int) -> F32:
-    """Unpack values packed at 32, 16 or 8 bits into flat float32 (spec 9.2, 9.4, 9.5)."""
+    """Unpack packed values into flat float32 (wire-protocol.md#32-bit, #from-binary16, #8-bit)."""
     if bits == 32:
         return np.frombuffer(data, "<f4")
     if bits == 16:
@@ -92,7 +97,8 @@ def _pack8(values: F32) -> npt.NDArray[np.uint8]:
     exponent = ((raw >> 23) & 0xFF).astype(np.int64) - 127
     eighths = ((raw & 0x7FFFFF).astype(np.int64) + (1 << 19)) >> 20  # 8 carries into the exponent
     with np.errstate(over="ignore", invalid="ignore"):
-        # binary32 arithmetic on purpose: 0x3a7fffff must become code 1 (spec 9.5)
+        # binary32 arithmetic on purpose: 0x3a7fffff must become code 1
+        # (docs/spec/wire-protocol.md#8-bit)
         tiny = np.floor(magnitude * np.float32(512) + np.float32(0.5))
         small = np.minimum(np.nan_to_num(tiny, nan=0.0, posinf=7.0), 7).astype(np.int64)
     code = np.where(magnitude < np.float32(2.0**-6), small, ((exponent + 7) << 3) + eighths)

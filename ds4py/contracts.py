@@ -38,7 +38,7 @@ Cancelled = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheForm:
-    """What ds4's form of a session's cache depends on (docs/spec/deepseek4-model.md 9).
+    """What ds4's form of a session's cache depends on (docs/spec/deepseek4-model.md#payloads).
 
     Args:
         ratios: Tokens per compressed row of every layer of the model; 0 for a layer without.
@@ -133,8 +133,9 @@ class ForwardRequest:
         hidden: Output of the previous layer `[T, W]`; None exactly when the slice starts at 0.
         reset: Empty the timeline first.
         output_kind: What to hand back: nothing, hidden states of all rows, or logits of the last
-            row.
+            rows.
         reply_bits: Packing of a hidden reply: 32, 16 or 8.
+        n_logits: Rows of which logits are wanted, 1 to `T`.
     """
 
     session: SessionId
@@ -144,6 +145,7 @@ class ForwardRequest:
     reset: bool = False
     output_kind: OutputKind = OutputKind.HIDDEN
     reply_bits: int = 32
+    n_logits: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,8 @@ class ForwardOutput:
 
     Args:
         hidden: Packed `[T, W]` if asked for.
-        logits: `f32[V]` of the last row if asked for; owned by the receiver.
+        logits: `f32[V]` of the last row if asked for, of several rows `f32[n_logits, V]`; owned by
+            the receiver.
         eval_usec: Time that the span spent in evaluation, microseconds.
     """
 

@@ -206,7 +206,16 @@ class CapacityError(Ds4Error):
 
 
 class CancelledError(Ds4Error):
-    """The caller asked for the work to stop; what was finished stays valid."""
+    """The caller asked for the work to stop; what was finished stays valid.
+
+    Args:
+        what: One line.
+        uneven: Some stages may hold chunks that others left out.
+    """
+
+    def __init__(self, what: str, *, uneven: bool = False):
+        super().__init__(what)
+        self.uneven = uneven
 
 
 class RequestError(Ds4Error):

@@ -56,7 +56,7 @@ class LayerSpec:
     """A layer range as written, before the model's layer count is known.
 
     `A-B` includes the output head when B turns out to be the last layer. `A:B` never does and
-    `A:output` always does, as in ds4 (docs/spec/wire-protocol.md 12.4).
+    `A:output` always does, as in ds4 (docs/spec/wire-protocol.md#command-line).
     """
 
     start: int

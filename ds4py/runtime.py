@@ -26,7 +26,7 @@ from ds4py.config import (
 )
 from ds4py.contracts import CacheForm
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import open_runner, read_model
 from ds4py.engine.selftest import ComparedKernel, compare_all, processor
@@ -265,11 +265,11 @@ def open_listeners(
 
 
 @contextmanager
-def join_cluster(node: Node, listeners: Listeners, sockets: SocketConfig) -> Iterator[None]:
+def join_cluster(node: Node, listeners: Listeners) -> Iterator[None]:
     """Dial the workers of a node and accept those that dial it; no HTTP."""
     with ExitStack() as stack:
         if listeners.shared is not None:
-            port = ProtocolDemux(listeners.shared, node.coordinator, sockets, None)
+            port = coordinator_port(listeners.shared, node.coordinator)
             stack.callback(port.close)
             port.start()
         node.coordinator.start()
@@ -281,7 +281,6 @@ def serve_http(
     node: Node,
     listeners: Listeners,
     config: ServerConfig,
-    sockets: SocketConfig,
     *,
     disk: DiskCache | None = None,
 ) -> Iterator[None]:
@@ -293,7 +292,6 @@ def serve_http(
         node: What is served.
         listeners: Its addresses.
         config: Of the HTTP front.
-        sockets: Socket options.
         disk: Where prefixes outlive their sessions; None keeps none.
     """
     coordinator = node.coordinator
@@ -308,7 +306,7 @@ def serve_http(
         port = None
         if listeners.shared is not None:
             adopt = server.adopt if listeners.http is None else None
-            port = ProtocolDemux(listeners.shared, coordinator, sockets, adopt)
+            port = coordinator_port(listeners.shared, coordinator, adopt)
             stack.callback(port.close)
         stack.callback(save_sessions, app)
         stack.callback(server.close, _CLOSE_SECONDS, grace=config.grace_seconds)

@@ -1,6 +1,6 @@
 """`python -m interop.conformance`: run the numbered conformance tests and write CONFORMANCE.md.
 
-Owns: which test proves which statement of docs/spec/wire-protocol.md section 14, and the table that
+Owns: which test proves which statement of docs/spec/wire-protocol.md#checklist, and the table that
 says so. Refuses to know: how a test proves it. Invariant: the same tests with the same results give
 the same bytes, and a statement counts as covered only if a test of its number was collected.
 
@@ -34,7 +34,7 @@ _INTRODUCTION: Final = f"""\
 # Conformance with the wire protocol
 
 Written by `python -m interop.conformance`; do not edit. It runs every test that carries the number
-of a statement of section 14 of [the specification](../docs/spec/wire-protocol.md). The peers in
+of a statement of [the specification](../docs/spec/wire-protocol.md#checklist). The peers in
 these tests are made of bytes after the tables of that document and share no code with ds4py. "C"
 marks behaviour of the C programs, "R" a recommendation. Tests are functions of files in
 `{_FOLDER}`; a number behind one counts its cases.

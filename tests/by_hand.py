@@ -22,7 +22,7 @@ from ds4py.wire.messages import (
     WorkHeader,
     encode,
 )
-from tests.clusters import SOCKETS, Cluster, cluster, span, wait_until
+from tests.clusters import SOCKETS, Cluster, cluster, registered, span, wait_until
 from tests.fake_runner import card
 from tests.peers import dial_in, hello, logits_for
 
@@ -32,7 +32,7 @@ QUICK = CoordinatorConfig(rejoin_timeout=0.2, result_timeout=20)
 
 
 def n_workers(c: Cluster) -> int:
-    return len(c.coordinator._registry.records)
+    return len(registered(c.coordinator))
 
 
 def joined(c: Cluster, n: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ from ds4py.config import (
 )
 from ds4py.contracts import ModelRunner
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.layer_range import LayerRange, LayerSpec
+from ds4py.transport.acceptor import Acceptor
+from ds4py.transport.security import PLAIN, Security
 from ds4py.transport.sockets import Listener
 from ds4py.worker.worker import Worker
 from tests.fake_runner import FakeRunner, card
@@ -50,6 +54,7 @@ def start_worker(
     coordinator: Address | None = None,
     tuning: WorkerTuning | None = None,
     speaks_extensions: bool = True,
+    security: Security = PLAIN,
 ) -> Worker:
     """Start a worker; without extensions it answers a handshake as a C worker does."""
     config = WorkerConfig(
@@ -58,21 +63,28 @@ def start_worker(
         coordinator=coordinator,
         tuning=tuning or WorkerTuning(),
     )
-    worker = Worker(runner, config, SOCKETS)
+    worker = Worker(runner, config, SOCKETS, security=security)
     if not speaks_extensions:
-        worker._limits = {t: n for t, n in worker._limits.items() if t < 256}
+        for frame_type in [t for t in worker._limits if t >= 256]:
+            del worker._limits[frame_type]
     worker.start()
     return worker
 
 
+def registered(coordinator: Coordinator) -> tuple[WorkerRecord, ...]:
+    """Return who has introduced itself, oldest first."""
+    return coordinator.workers.records
+
+
 @dataclass
 class Cluster:
-    """A coordinator, its port, its workers."""
+    """A coordinator, its port, its workers, and what these compute with."""
 
     coordinator: Coordinator
     backend: SessionPool
-    port: ProtocolDemux
+    port: Acceptor
     workers: list[Worker] = field(default_factory=list)
+    runners: list[FakeRunner] = field(default_factory=list)
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.coordinator.health().ready, "the route is complete")
@@ -91,6 +103,7 @@ def cluster(
     can_rewind: bool = True,
     before: Callable[..., None] = lambda work: None,
     tuning: WorkerTuning | None = None,
+    security: Security = PLAIN,
     **prefill: object,
 ) -> Iterator[Cluster]:
     """Run a cluster of fake slices.
@@ -101,12 +114,15 @@ def cluster(
         dial_in: Workers dial the coordinator instead of being dialled.
         head: The coordinator's slice holds the output head too.
         tuning: Queues of the workers.
+        security: Of every connection.
         prefill: Fields of `PrefillTuning`.
     """
     make = lambda text, **more: FakeRunner(  # noqa: E731
         span(text), n_ctx=n_ctx, can_rewind=can_rewind, before=before, **more
     )
-    workers = [] if dial_in else [start_worker(make(cut), tuning=tuning) for cut in cuts]
+    runners = [make(cut) for cut in cuts]
+    start = functools.partial(start_worker, tuning=tuning, security=security)
+    workers = [] if dial_in else [start(runner) for runner in runners]
     config = replace(
         config or CoordinatorConfig(rejoin_timeout=DEADLINE, result_timeout=DEADLINE),
         route=tuple(RouteEntry(Address("127.0.0.1", w.address.port)) for w in workers),
@@ -118,13 +134,14 @@ def cluster(
         config,
         SOCKETS,
         local=None if local is None else make(local, has_head=head),
+        security=security,
     )
-    port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(ANY_PORT, SOCKETS), coordinator)
     port.start()
     coordinator.start()
     if dial_in:
-        workers = [start_worker(make(cut), coordinator=port.address, tuning=tuning) for cut in cuts]
-    built = Cluster(coordinator, SessionPool(coordinator, n_sessions), port, workers)
+        workers = [start(runner, coordinator=port.address) for runner in runners]
+    built = Cluster(coordinator, SessionPool(coordinator, n_sessions), port, workers, runners)
     try:
         yield built
     finally:

@@ -160,7 +160,8 @@ class FakeRunner:
         if work.output_kind is OutputKind.NOTHING:
             return ForwardOutput(eval_usec=1)
         if work.output_kind is OutputKind.LOGITS:
-            return ForwardOutput(logits=fake_head(x[-1], self.card.n_vocab), eval_usec=1)
+            rows = [fake_head(row, self.card.n_vocab) for row in x[-work.n_logits :]]
+            return ForwardOutput(logits=rows[0] if len(rows) == 1 else np.stack(rows), eval_usec=1)
         return ForwardOutput(hidden=HiddenBatch.pack(x, work.reply_bits), eval_usec=1)
 
     def apply_head(self, row: HiddenBatch) -> F32:

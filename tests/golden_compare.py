@@ -3,7 +3,7 @@
 Owns: teacher forcing, the relative RMS of a difference, driving ds4py's slice of a tiny file.
 Refuses to know: what is near enough. Invariant: a half of a layer is judged with recorded inputs
 and with caches that recorded inputs filled, so errors do not add up from layer to layer
-(docs/spec/deepseek4-model.md 0.3).
+(docs/spec/deepseek4-model.md#matching).
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ from ds4py.activations import HiddenBatch
 from ds4py.config import Address
 from ds4py.layer_range import LayerRange
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import Listener, connect
+from ds4py.transport.connector import Connector
+from ds4py.transport.sockets import Listener
 from ds4py.wire.frames import FrameType, coordinator_limits, worker_limits
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, WorkHeader, encode
 from ds4py.wire.prefix_hash import extend, prefix_hash
 from ds4py.wire.route import HopEntry, encode_route
 from tests.fake_runner import N_VOCAB, WIDTH, card, embed
-from tests.sockets import SOCKETS, Background
+from tests.sockets import SOCKETS, Background, frames_over
 
 ANYWHERE = Address("127.0.0.1", 9)
 N_CTX = 64
@@ -116,7 +117,7 @@ class Driver:
 def driver(address: Address, *hops: HopEntry) -> Iterator[Driver]:
     """Connect to a worker's data port."""
     limits = coordinator_limits(N_VOCAB, WIDTH, N_CTX)
-    connection = Connection(connect(address, SOCKETS), SOCKETS, limits)
+    connection = Connector(SOCKETS).connect(address, limits)
     try:
         yield Driver(connection, hops)
     finally:
@@ -134,7 +135,7 @@ class NextHop:
     def accept(self) -> Connection:
         sock = Background(self._listener.accept).result()
         assert sock is not None
-        connection = Connection(sock, SOCKETS, worker_limits(N_CTX, WIDTH))
+        connection = frames_over(sock, worker_limits(N_CTX, WIDTH))
         self.connections.append(connection)
         return connection
 
@@ -195,7 +196,7 @@ def hello(layers: LayerRange, **changes: object) -> Hello:
 def dial_in(address: Address, introduction: Hello) -> Iterator[Connection]:
     """Register as a worker, as a stock one does."""
     limits = worker_limits(N_CTX, WIDTH)
-    connection = Connection(connect(address, SOCKETS), SOCKETS, limits)
+    connection = Connector(SOCKETS).connect(address, limits)
     try:
         connection.send(encode(introduction))
         yield connection

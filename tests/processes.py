@@ -129,6 +129,10 @@ class Program:
         self._process.kill()
         self._process.wait(DEADLINE)
 
+    def terminate(self) -> None:
+        """Ask it to stop, as a service manager does."""
+        self._process.terminate()
+
     def stop(self) -> int:
         """Ask it to end (SIGTERM) and wait."""
         self._process.terminate()
@@ -240,6 +244,10 @@ class Launcher:
         for program in self._programs:
             with suppress(ProcessLookupError):
                 program.close()
+
+    def inside(self, name: str) -> Launcher:
+        """Return another one, which ends what it has started when it is left."""
+        return Launcher(self._folder / name)
 
     def start(self, name: str, *args: object, env: Mapping[str, str] | None = None) -> Program:
         """Start a program without waiting for anything."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from ds4py.config import SocketConfig
 from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import set_options
+from ds4py.transport.stream import PlainStream
 
 T = TypeVar("T")
 DEADLINE = 20.0
@@ -33,6 +34,13 @@ def tcp_pair(*, buffer_bytes: int = 0) -> Iterator[tuple[socket.socket, socket.s
         yield ours, theirs
 
 
+def frames_over(
+    sock: socket.socket, limits: Mapping[int, int], config: SocketConfig = SOCKETS
+) -> Connection:
+    """A connection on a socket of the test's own, tuned already."""
+    return Connection(PlainStream(sock, config), limits, cores=config.cores)
+
+
 @contextmanager
 def connected(
     limits: dict[int, int], config: SocketConfig = SOCKETS, *, buffer_bytes: int = 0
@@ -40,7 +48,7 @@ def connected(
     """Our end as a `Connection`, the other end raw."""
     with tcp_pair(buffer_bytes=buffer_bytes) as (ours, theirs):
         set_options(ours, config)
-        connection = Connection(ours, config, limits)
+        connection = frames_over(ours, limits, config)
         try:
             yield connection, theirs
         finally:

@@ -163,7 +163,118 @@ def test_only_config_reads_the_environment(path: Path) -> None:
     assert not names & {"os.environ", "os.environb", "os.getenv"}
 
 
+# --- connections ---------------------------------------------------------------------------------
+
+CONNECTOR, ACCEPTOR = "ds4py/transport/connector.py", "ds4py/transport/acceptor.py"
+# what makes or touches a connection, and where that may be done
+MADE_IN = {
+    "import socket": {"ds4py/transport/sockets.py", "ds4py/transport/stream.py"},
+    "Connection(": {CONNECTOR, ACCEPTOR},
+    "PlainStream(": {CONNECTOR, ACCEPTOR},
+    ".accept()": {ACCEPTOR, "ds4py/transport/sockets.py"},
+    "sockets.connect": {
+        CONNECTOR,
+    },
+    "create_connection": set[str](),
+    "create_server": set(),
+    "open_connection": set(),
+    "start_server": set(),
+    "socketpair": set(),
+}
+
+
+def ways_to_a_connection(module: ast.AST) -> Iterator[str]:
+    """Every way to make or touch a connection that a module goes, named as in `MADE_IN`."""
+    for name, for_types in imported(module):
+        if name in {"socket", "_socket"} and not for_types:
+            yield "import socket"
+        if name == "ds4py.transport.sockets.connect":
+            yield "sockets.connect"
+    for node in ast.walk(module):
+        called = node.func if isinstance(node, ast.Call) else None
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        if name in {"Connection", "PlainStream"}:
+            yield f"{name}("
+        if isinstance(node, ast.Call) and name == "accept" and not (node.args or node.keywords):
+            yield ".accept()"
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            used = node.attr if isinstance(node, ast.Attribute) else node.id
+            if used in MADE_IN:
+                yield used
+        if ast.unparse(node) == "sockets.connect":
+            yield "sockets.connect"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_only_connector_and_acceptor_make_connections(path: Path) -> None:
+    """So that what comes before the first frame, such as encryption, is added in one place."""
+    strange = {way for way in ways_to_a_connection(tree(path)) if ids(path) not in MADE_IN[way]}
+    assert not strange, f"{ids(path)}: {strange}: ask a Connector or an Acceptor"
+
+
+def test_every_way_to_a_connection_is_found() -> None:
+    """A test of the test above, and of its exceptions: each is still needed."""
+    code = ast.parse(
+        "import socket\n"
+        "from ds4py.transport.sockets import connect\n"
+        "def f(listener, module):\n"
+        "    module.Connection(PlainStream(listener.accept()))\n"
+        "    module.create_connection(('', 1))\n"
+        "    machine.accept(3)\n"
+    )
+    assert set(ways_to_a_connection(code)) == {
+        *("import socket", "sockets.connect", "Connection(", "PlainStream("),
+        *(".accept()", "create_connection"),
+    }
+    used = {(way, ids(path)) for path in MODULES for way in ways_to_a_connection(tree(path))}
+    assert used == {(way, path) for way, paths in MADE_IN.items() for path in paths}
+
+
 # names that wait, all of which tests/unit/test_waits.py tries on a busy machine, and others
+LONGEST_CLASS = 250
+LONG_CLASSES = {
+    "LocalRunner": "the whole of one contract; its caches want a table of their own",
+    "ClusterSession": "one timeline, and every way in which a stage may fail it",
+    "DiskCache": "one folder, one lock, and every step that must hold it",
+    "PipelinedRun": "one loop with its state, each step of it a method",
+    "DataConnection": "one reader with everything that a frame may lead to",
+}
+"""Classes that may be longer, and why."""
+
+
+def test_a_class_can_be_read_at_one_go() -> None:
+    found = {
+        node.name: node.end_lineno - node.lineno + 1
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and node.end_lineno is not None
+    }
+    long = {name: n for name, n in found.items() if n > LONGEST_CLASS}
+    assert set(long) == set(LONG_CLASSES), long
+
+
+def test_no_two_rooms_have_classes_of_one_name() -> None:
+    rooms: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                rooms.setdefault(node.name, set()).add(room(path))
+    shared = {name: sorted(homes) for name, homes in rooms.items() if len(homes) > 1}
+    assert not shared
+
+
+POLICY = [path for path in MODULES if path.parent == ROOT / "ds4py" / "coordinator"]
+
+
+@pytest.mark.parametrize("path", POLICY, ids=ids)
+def test_the_policy_of_a_coordinator_knows_no_transport(path: Path) -> None:
+    """A second transport implements `coordinator/pipeline.py` and edits nothing beside it."""
+    for name, _ in imported(tree(path)):
+        foreign = "coordinator.relay", "wire", "transport", "peer", "stage", "worker"
+        if name.startswith(tuple(f"ds4py.{room}." for room in foreign)):
+            assert name.startswith("ds4py.wire.prefix_hash."), f"{ids(path)} imports {name}"
+
+
 MAY_USE = {
     "threading": {
         *("Lock", "Semaphore", "Event", "Condition", "Thread"),
@@ -311,3 +422,71 @@ def test_the_table_of_locks_is_the_codes() -> None:
         for name in made_locks(path)
     }
     assert told == made
+
+
+# --- tests talk to the public side ---------------------------------------------------------------
+
+TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if "golden" not in path.parts)
+TOUCHED = ROOT / "tests" / "private_names.txt"
+"""How many private names of the package each test module touches; the numbers may only fall."""
+
+
+NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever they look like
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLES
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Names of functions, classes, attributes of self and variables that a module defines."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"self", "cls"}:
+            names.add(node.attr)
+    return names
+
+
+@cache
+def private_names() -> frozenset[str]:
+    return frozenset(name for path in MODULES for name in defined(tree(path)) if is_private(name))
+
+
+def touched(module: ast.Module) -> list[str]:
+    """Private names of the package that a test reads, imports or replaces; not those of its own."""
+    known = private_names() - defined(module)
+    names: list[str] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ds4py"):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("attr", "object")):
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            names += [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+    return [name for name in names if name in known]
+
+
+def test_no_test_touches_more_private_names_than_before() -> None:
+    """Reach a private name through what the object promises, and take its number down here."""
+    lines = (line.split() for line in TOUCHED.read_text(encoding="utf-8").splitlines())
+    allowed = {path: int(count) for count, path in lines}
+    found = {ids(path): len(touched(tree(path))) for path in TESTS}
+    wrong = {path: (count, allowed.get(path, 0)) for path, count in found.items()}
+    wrong = {path: (count, before) for path, (count, before) in wrong.items() if count != before}
+    assert wrong == {}, f"{TOUCHED.name}: (found, allowed)"
+    assert allowed.keys() <= found.keys()
+
+
+def test_a_touched_name_is_seen() -> None:
+    """Attributes, imports and replacements are counted; a class's own private names are not."""
+    assert {"_registry", "_changed"} <= private_names()
+    module = ast.parse(
+        "from ds4py.a import _registry\nx._registry\nmonkeypatch.setattr('ds4py.a._changed', 1)\n"
+        "class Own:\n    def f(self):\n        self._links = other._links\nx._no_such_name\n"
+    )
+    assert sorted(touched(module)) == ["_changed", "_registry", "_registry"]

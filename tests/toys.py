@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
 from ds4py.gguf import kinds
-from ds4py.gguf.write import TensorSource, WriteValue, save_gguf, write_gguf
+from tools.gguf_writer import TensorSource, WriteValue, save_gguf, write_gguf
 
 CHATML = (
     "{% for message in messages %}"

@@ -58,7 +58,7 @@ VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
 
 EXITS: Final[Mapping[int, str]] = {
     exits.OK: "Done, or stopped as asked (a server by SIGTERM or Ctrl+C).",
-    exits.FAILED: "It was tried and failed: a file, a model, a peer, or a bar of `ds4py-bench`.",
+    exits.FAILED: "It was tried and failed: a file, a model, or a peer.",
     exits.BAD_USAGE: "A flag, a variable or their combination cannot be used; nothing was done.",
     exits.INTERRUPTED: "Interrupted before it was done.",
 }

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ds4py.errors import ConfigError, Ds4Error
-from ds4py.gguf.write import Bytes, TensorSource, WriteValue, save_gguf
 from tools import toy_decoder, toy_deepseek4, toy_llama
+from tools.gguf_writer import Bytes, TensorSource, WriteValue, save_gguf
 
 SLICE_LAYERS = 4  # the fewest that have every kind of layer
 LLAMA_KINDS = ("Q4_K", "Q8_0", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F32")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ds4py.gguf.write import TensorSource, WriteValue
+from tools.gguf_writer import TensorSource, WriteValue
 from tools.toy_llama import FRONT
 from tools.toy_vocabulary import vocabulary
 from tools.toy_weights import Weights

@@ -1,9 +1,9 @@
 """DeepSeek V4 models of any size with random weights that run and talk nonsense.
 
 Owns: metadata keys and tensor table of the architecture as a file has them
-(docs/spec/deepseek4-model.md 1.3, 1.4, 11.3), written down a second time on purpose: what reads
-such files is tested against it. Refuses to know: what the tensors are for. Invariant: the same
-arguments make the same bytes, and memory does not grow with the file.
+(docs/spec/deepseek4-model.md#keys, #tensors, #test-model), written down a second time on purpose:
+what reads such files is tested against it. Refuses to know: what the tensors are for. Invariant:
+the same arguments make the same bytes, and memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ds4py.gguf.write import TensorSource, WriteValue, save_gguf
 from ds4py.text.tokenizer.vocabulary import TokenType
+from tools.gguf_writer import TensorSource, WriteValue, save_gguf
 from tools.toy_vocabulary import vocabulary
 from tools.toy_weights import Weights
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds4py.gguf.write import TensorSource, WriteValue
 from ds4py.text.tokenizer.vocabulary import TokenType
+from tools.gguf_writer import TensorSource, WriteValue
 from tools.toy_vocabulary import vocabulary
 from tools.toy_weights import Weights
 

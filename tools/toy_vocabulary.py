@@ -14,8 +14,8 @@ import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ds4py.errors import ConfigError
-from ds4py.gguf.write import WriteValue
 from ds4py.text.tokenizer.vocabulary import TokenType
+from tools.gguf_writer import WriteValue
 
 Special = tuple[str, TokenType]
 

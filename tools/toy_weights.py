@@ -18,7 +18,7 @@ from gguf.quants import quantize
 
 from ds4py.errors import ConfigError
 from ds4py.gguf import kinds
-from ds4py.gguf.write import Bytes, TensorSource
+from tools.gguf_writer import Bytes, TensorSource
 
 PIECE_BYTES: Final = 4 << 20
 """About what is made at once."""
@@ -41,7 +41,8 @@ class _Codes:
     ratio: float = 0.0
 
 
-# The formats that the `gguf` package cannot write (docs/spec/deepseek4-model.md 2.2 to 2.4).
+# The formats that the `gguf` package cannot write (docs/spec/deepseek4-model.md#q2_k, #q4_k,
+# #iq2_xxs).
 _CODES: Final = {
     "IQ2_XXS": _Codes(scale=0, rms=53.5),
     "Q2_K": _Codes(scale=80, rms=13.9, floor=82, ratio=1.5),

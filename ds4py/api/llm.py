@@ -258,7 +258,7 @@ def _open(
     listeners = stack.enter_context(open_listeners(config, None, sockets))
     whole = not config.route
     node = stack.enter_context(open_node(engine, config, sockets, whole=whole, progress=progress))
-    stack.enter_context(join_cluster(node, listeners, sockets))
+    stack.enter_context(join_cluster(node, listeners))
     return node
 
 

@@ -1,6 +1,6 @@
 """Prefill and decode rates of a session at growing context, as ds4-bench measures them.
 
-Owns: the frontiers, the order of measuring, the CSV (docs/spec/server-and-cli.md 5.6). Refuses to
+Owns: the frontiers, the order of measuring, the CSV (docs/spec/server-and-cli.md#bench). Refuses to
 know: where the layers are, how results are shown. Invariant: what brings a session back to its
 frontier is not timed, and a rate is of its own increment alone.
 """

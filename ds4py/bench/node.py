@@ -48,7 +48,7 @@ def ready_node(
                 engine, config, sockets, whole=is_whole(config), progress=loaded, trace=recorder
             )
         )
-        stack.enter_context(join_cluster(node, listeners, sockets))
+        stack.enter_context(join_cluster(node, listeners))
         if not node.coordinator.wait_ready(cancelled, missing):
             raise CancelledError("interrupted while waiting for workers")
         yield node, recorder

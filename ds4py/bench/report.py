@@ -66,7 +66,7 @@ def _by_stage(shares: Mapping[str, Shares]) -> dict[str, dict[str, float]]:
 def logits_object(
     card: ModelCard, frontier: Frontier, *, n_prompt: int, n_ctx: int, device: str
 ) -> dict[str, Any]:
-    """Return the logits of a frontier with the names of ds4-bench (server-and-cli.md 5.6)."""
+    """Return the logits of a frontier with the names of ds4-bench (server-and-cli.md#bench)."""
     best = int(frontier.logits.argmax())
     return {
         "source": "ds4py-bench",

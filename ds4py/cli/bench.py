@@ -1,8 +1,8 @@
-"""`ds4py-bench`: prefill and decode rates at growing context, and the bars of `--self`.
+"""`ds4py-bench`: prefill and decode rates at growing context.
 
 Owns: the flags of the benchmark, where rows, tables and pictures go. Refuses to know: how anything
-is measured. Invariant: stdout has the CSV, or one JSON object, or the report of `--self`, and
-nothing else; `--help` imports nothing heavy.
+is measured. Invariant: stdout has the CSV, or one JSON object, and nothing else; `--help` imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
 
 import click
-from click.core import ParameterSource
 
 from ds4py import __version__
 from ds4py.cli import exits
@@ -46,18 +45,14 @@ if TYPE_CHECKING:
     from ds4py.tracing.events import TraceRecorder
 
 PROGRAM: Final = "ds4py-bench"
-_SELF_ONLY: Final = {"sections", "models", "rounds", "llama_python", "llama_bench"}
-_EITHER: Final = {"self_check", "dist_prefill_chunk", "debug"}
 _LEFT_OUT: Final = {"sessions": 1, "dist_trace": None}
 """Flags of other programs without a meaning here, and their values."""
 
-_SELF_CHUNK: Final = 256
 _WIDTH: Final = 160  # of tables that go to a file
 _FILE: Final = click.Path(path_type=Path)
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
-@click.argument("sections", nargs=-1, metavar="[SECTION]...")
 @click.option("--prompt-file", type=_FILE, help="A long text.")
 @click.option("--chat-prompt-file", type=_FILE, help="The same, as one turn of a chat.")
 @click.option("-sys", "--system", default="You are a helpful assistant.", help="Of the chat.")
@@ -73,32 +68,18 @@ _FILE: Final = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--png", type=_FILE, help="Draw the rates against context (needs matplotlib).")
 @click.option("--dump-frontier-logits-dir", "logits_dir", type=_FILE, help="A file per frontier.")
-@click.option("--self", "self_check", is_flag=True, help="Measure ds4py against its bars.")
-@click.option("--models", type=_FILE, default=Path("models"), help="--self: model files [models].")
-@click.option("--rounds", type=click.IntRange(1), default=5, help="--self: turns of each [5].")
-@click.option("--llama-python", type=_FILE, help="--self: an interpreter that has llama_cpp.")
-@click.option("--llama-bench", type=_FILE, help="--self: llama.cpp's program of that name.")
 @model_options
 @distributed_options
 @click.version_option(__version__, prog_name=PROGRAM)
-@click.pass_context
-def bench(context: click.Context, /, **flags: Any) -> int:
+def bench(**flags: Any) -> int:
     """Measure prefill and decode at growing context; rows are ds4-bench's CSV.
-
-    With --self: measure ds4py against its bars, all of them or those of the named sections.
 
     \b
     A model in this process, or over workers that this process coordinates:
       ds4py-bench -m M.gguf --prompt-file book.txt --ctx-max 16384 --png rates.png
       ds4py-bench -m M.gguf --prompt-file book.txt --dist-route worker1:8001,worker2:8002
-    The bars that need no llama.cpp:
-      ds4py-bench --self start
     """  # noqa: D301 - click wants the backspace character itself
     start_logging(PROGRAM, level=logging.DEBUG if flags.pop("debug") else logging.WARNING)
-    self_check = flags.pop("self_check")
-    _check_flags(context, self_check=self_check)
-    if self_check:
-        return _self(**flags)
     flags |= _LEFT_OUT
     model = ModelFlags(**take(flags, ModelFlags))
     distributed = DistributedFlags(**take(flags, DistributedFlags))
@@ -106,24 +87,6 @@ def bench(context: click.Context, /, **flags: Any) -> int:
 
 
 bench.params = [param for param in bench.params if param.name not in _LEFT_OUT]
-
-
-def _check_flags(context: click.Context, *, self_check: bool) -> None:
-    """Refuse what would have no effect.
-
-    Raises:
-        UsageError: A flag of `--self` without it, or another one with it.
-    """
-    for param in context.command.params:
-        name = param.name or ""
-        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        fits = name in _EITHER or (name in _SELF_ONLY) == self_check
-        if given and not fits and context.params[name] != ():
-            told = "does not go with --self" if self_check else "needs --self"
-            raise click.UsageError(f"{param.get_error_hint(context)} {told}.", context)
-
-
-# --- frontiers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,44 +324,6 @@ def _dump(wanted: Wanted, model: ModelFlags, node: Node, frontier: Frontier, n_p
         path.write_text(json.dumps(told), encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"--dump-frontier-logits-dir {path}: {e.strerror}") from e
-
-
-# --- bars -----------------------------------------------------------------------------------------
-
-
-def _self(**flags: Any) -> int:
-    from ds4py.bench.selfcheck.llama import find_llama
-    from ds4py.bench.selfcheck.processes import available_cores
-    from ds4py.bench.selfcheck.run import chosen, json_line, run, table
-    from ds4py.bench.selfcheck.sections import Bench
-    from ds4py.bench.selfcheck.targets import Verdict
-
-    sections = chosen(flags["sections"])
-    with _status() as step:
-        measured = Bench(
-            models=flags["models"],
-            rounds=flags["rounds"],
-            chunk=flags["dist_prefill_chunk"] or _SELF_CHUNK,
-            cores=len(available_cores()),
-            llama=find_llama(flags["llama_python"]),
-            llama_bench=flags["llama_bench"],
-            step=step,
-        )
-        findings = run(measured, sections)
-    _print_table(table(findings), sys.stdout)
-    click.echo(json_line(findings, measured))
-    failed = any(finding.verdict is Verdict.FAILED for finding in findings)
-    return exits.FAILED if failed else exits.OK
-
-
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being measured."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        yield status.update
 
 
 def _print_table(table: Table, out: IO[str]) -> None:

@@ -1,7 +1,7 @@
 """One model process per lock file, for those who set `DS4_LOCK_FILE`.
 
-Owns: the lock (docs/spec/wire-protocol.md 12.3). Refuses to know: what is loaded. Invariant: the
-lock ends with the process, however that ends; without the variable nothing is locked, since one
+Owns: the lock (docs/spec/wire-protocol.md#environment). Refuses to know: what is loaded. Invariant:
+the lock ends with the process, however that ends; without the variable nothing is locked, since one
 machine may hold several slices.
 """
 

@@ -76,7 +76,7 @@ class NodeOpener:
             node = stack.enter_context(
                 open_node(engine, config, environment.socket, whole=role == "none", progress=loaded)
             )
-        stack.enter_context(join_cluster(node, listeners, environment.socket))
+        stack.enter_context(join_cluster(node, listeners))
         ready = node.coordinator.wait_ready(stopping.is_set, self._say_missing)
         if not ready or stopping.is_set():
             raise CancelledError("interrupted before the model was ready")

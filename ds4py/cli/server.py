@@ -267,7 +267,7 @@ def _run_coordinator(
         cache = None
         if folder is not None and options is not None:
             cache = open_disk_cache(folder, options, node, engine.kv_type)
-        stack.enter_context(serve_http(node, listeners, front, environment.socket, disk=cache))
+        stack.enter_context(serve_http(node, listeners, front, disk=cache))
         for address in listeners.http_addresses:
             log.info("HTTP on %s", address)
             if front.api_key is None and not address.is_loopback:

@@ -1,7 +1,7 @@
 """Every setting of ds4py, frozen, split by its reader; the only reader of the environment.
 
 Owns: the config classes, the `DS4_*` variables with their ranges and invalid-value rules
-(docs/spec/wire-protocol.md 12.3). Refuses to know: flags (cli/), what is learnt at run time.
+(docs/spec/wire-protocol.md#environment). Refuses to know: flags (cli/), what is learnt at run time.
 Invariant: a config object that exists is valid.
 """
 
@@ -80,7 +80,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketConfig:
-    """Options of every TCP connection (spec 12.1, 12.2).
+    """Options of every TCP connection (docs/spec/wire-protocol.md#socket-options, #connecting).
 
     Args:
         buffer_mb: SO_SNDBUF and SO_RCVBUF in MiB; 0 leaves the system's sizes.
@@ -103,7 +103,7 @@ class SocketConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTuning:
-    """Queues of a worker (spec 8.2, 5.5).
+    """Queues of a worker (docs/spec/wire-protocol.md#serving, #worker-links).
 
     Args:
         prefetch_depth: WORK bodies that may wait for the device per connection.
@@ -122,7 +122,7 @@ class WorkerTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTuning:
-    """Cutting and overlapping of a prefill (spec 7).
+    """Cutting and overlapping of a prefill (docs/spec/wire-protocol.md#prefill).
 
     Args:
         chunk: Tokens per chunk; None lets the session choose by what chunks have cost. A
@@ -284,7 +284,7 @@ def _check_alive_timeout(seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen (docs/spec/server-and-cli.md 1.5).
+    """How the next token is chosen (docs/spec/server-and-cli.md#sampling).
 
     Args:
         temperature: 0 or less takes the most probable token.
@@ -378,7 +378,7 @@ class Environment:
 
 
 def read_environment(env: Mapping[str, str] | None = None) -> Environment:
-    """Read every variable of spec 12.3 with its range and invalid-value rule."""
+    """Read every variable of wire-protocol.md#environment with its range and invalid-value rule."""
     source = os.environ if env is None else env
     return Environment(
         socket=SocketConfig(
@@ -421,7 +421,7 @@ def _ranged(env: Mapping[str, str], name: str, low: int, high: int, default: int
 
 
 def _fatal(env: Mapping[str, str], name: str, low: int, high: int) -> int | ConfigError | None:
-    """Read an integer whose invalid values must fail the prefill (spec 12.3)."""
+    """Read an integer whose invalid values must fail the prefill (wire-protocol.md#environment)."""
     text = env.get(name, "")
     if not text:
         return None
@@ -432,7 +432,10 @@ def _fatal(env: Mapping[str, str], name: str, low: int, high: int) -> int | Conf
 
 
 def _prefill_cap(text: str | None) -> int | None:
-    """Read DS4_METAL_PREFILL_CHUNK; None means "as large as the context" (spec 12.3)."""
+    """Read DS4_METAL_PREFILL_CHUNK; None means "as large as the context".
+
+    See docs/spec/wire-protocol.md#environment.
+    """
     if text is None:
         return DEFAULT_PREFILL_CAP
     leading = re.match(r"\s*([+-]?\d{1,18})", text, re.ASCII)

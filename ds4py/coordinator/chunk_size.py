@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 GRANULE: Final = 128
 """Chunks are multiples of it: ds4's GPU stages compress windows of 4 and 128 tokens whole only
-where a chunk begins and ends at one (docs/spec/deepseek4-model.md 4.3)."""
+where a chunk begins and ends at one (docs/spec/deepseek4-model.md#prefill-chunks)."""
 
 UNMEASURED_CHUNK: Final = 512
 """Tokens per chunk, at most, until every stage is measured: a fixed cost of 64 tokens' work is an

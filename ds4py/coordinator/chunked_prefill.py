@@ -1,36 +1,19 @@
-"""Cut a prompt into spans and decide when the next one may leave.
+"""Cut a prompt into chunks and decide when the next one may leave.
 
-Owns: the chunk size that is given, window, flags of each span, the account of what is in flight
-(docs/spec/wire-protocol.md section 7). Refuses to know: sockets, threads, the route's addresses,
-what chunks cost.
-Invariant: every token is in exactly one span, spans are in order, and no more than `window` spans
-are unanswered.
+Owns: the chunk size that is given, the window, the account of what is in flight
+(docs/spec/wire-protocol.md#prefill). Refuses to know: sockets, threads, flags of any protocol,
+what chunks cost. Invariant: every token is in exactly one chunk, chunks are in order, and no more
+than `window` of them are unanswered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds4py.config import PrefillTuning
 from ds4py.errors import ConfigError
-from ds4py.wire.messages import WorkFlags
 from ds4py.wire.prefix_hash import extend
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteShape:
-    """What of a route decides flags and windows.
-
-    Args:
-        n_hops: Remote hops.
-        first_layer: First layer of hop 0; input travels unless it is 0.
-        first_is_output: Hop 0 owns the output head.
-    """
-
-    n_hops: int
-    first_layer: int
-    first_is_output: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +24,15 @@ class Chunk:
         tokens: Token ids.
         pos0: Absolute position of the first one.
         prefix_hash: Hash of all tokens before `pos0`.
-        result_hash: Hash including this span.
-        flags: WORK flags of the frame to hop 0.
-        is_last: Whether the answer must carry logits (or the last hidden state).
+        result_hash: Hash including this chunk.
+        n_logits: Rows at its end of which logits are wanted; 0 to its length.
     """
 
     tokens: tuple[int, ...]
     pos0: int
     prefix_hash: int
     result_hash: int
-    flags: WorkFlags
-    is_last: bool
+    n_logits: int
 
     @property
     def end(self) -> int:
@@ -60,7 +41,7 @@ class Chunk:
 
 
 def prefill_cap(tuning: PrefillTuning, n_ctx: int) -> int:
-    """Return the most tokens that one span may have (spec 7.1)."""
+    """Return the most tokens that one span may have (docs/spec/wire-protocol.md#chunk-size)."""
     return n_ctx if tuning.prefill_cap is None else min(n_ctx, tuning.prefill_cap)
 
 
@@ -85,7 +66,7 @@ def given_chunk(tuning: PrefillTuning, n_ctx: int) -> int | None:
 
 
 def window_size(tuning: PrefillTuning, n_hops: int, n_chunks: int) -> int:
-    """Return how many spans may be unanswered (spec 7.3).
+    """Return how many spans may be unanswered (docs/spec/wire-protocol.md#pipelined-prefill).
 
     Raises:
         ConfigError: The environment holds an unusable window.
@@ -97,57 +78,59 @@ def window_size(tuning: PrefillTuning, n_hops: int, n_chunks: int) -> int:
 
 
 def cut_chunks(
-    tokens: Sequence[int],
-    start: int,
-    start_hash: int,
-    *,
-    chunk: int,
-    shape: RouteShape,
-    ack_early: bool,
+    tokens: Sequence[int], start: int, start_hash: int, *, chunk: int, n_logits: int = 1
 ) -> list[Chunk]:
-    """Cut `tokens[start:]` into spans with their flags and hashes (spec 7.3, 7.5).
+    """Cut `tokens[start:]` into chunks with their hashes (wire-protocol.md#plain-prefill).
 
     Args:
         tokens: The whole prompt.
         start: Tokens that are cached already; 0 resets the session on every stage.
         start_hash: Hash of `tokens[:start]`.
-        chunk: Tokens per span.
-        shape: The route.
-        ack_early: Whether spans before the last ask for an ACK instead of their full result.
+        chunk: Tokens per chunk.
+        n_logits: Rows at the end of the prompt of which logits are wanted; may be more than a
+            chunk has.
     """
     chunks: list[Chunk] = []
-    prefix = start_hash
+    prefix, first_wanted = start_hash, len(tokens) - n_logits
     for pos0 in range(start, len(tokens), chunk):
         part = tuple(tokens[pos0 : pos0 + chunk])
-        is_last = pos0 + chunk >= len(tokens)
-        flags = chunk_flags(shape, reset=pos0 == 0)
-        if ack_early and not is_last:
-            flags |= WorkFlags.ACK_ONLY
-        result = extend(prefix, part)
+        end, result = pos0 + len(part), extend(prefix, part)
         chunks.append(
             Chunk(
                 tokens=part,
                 pos0=pos0,
                 prefix_hash=prefix,
                 result_hash=result,
-                flags=flags,
-                is_last=is_last,
+                n_logits=max(0, end - max(pos0, first_wanted)),
             )
         )
         prefix = result
     return chunks
 
 
-def chunk_flags(shape: RouteShape, *, reset: bool) -> WorkFlags:
-    """Return the flags of a frame to hop 0, before ACK_ONLY."""
-    flags = WorkFlags(0)
-    if shape.first_layer != 0:
-        flags |= WorkFlags.INPUT_HC
-    if shape.first_is_output:
-        flags |= WorkFlags.OUTPUT_LOGITS
-    if reset:
-        flags |= WorkFlags.RESET_SESSION
-    return flags
+def one_row_each(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Cut chunks so that each asks for logits of its last row only.
+
+    For stages that answer a chunk with one row, as DS4D has it.
+    """
+    return [part for chunk in chunks for part in _one_row_each(chunk)]
+
+
+def _one_row_each(chunk: Chunk) -> Iterator[Chunk]:
+    rest, prefix = chunk.n_logits, chunk.prefix_hash
+    start = 0
+    while start < len(chunk.tokens):
+        end = len(chunk.tokens) - max(0, rest - 1)
+        part = chunk.tokens[start:end]
+        result = extend(prefix, part)
+        yield Chunk(
+            tokens=part,
+            pos0=chunk.pos0 + start,
+            prefix_hash=prefix,
+            result_hash=result,
+            n_logits=min(1, rest),
+        )
+        start, prefix, rest = end, result, rest - 1
 
 
 class Window:

@@ -1,26 +1,16 @@
-"""Common prefixes: what sessions share, and how one begins with a copy of another's cache.
+"""Common prefixes: what sessions share, and from which one a session may begin with a copy.
 
-Owns: how long a common prefix is, when copying it pays, the order of the copies. Refuses to know:
-timelines, replay, who else has sessions. Invariant: nothing is copied unless it is known to stand
-for the wanted tokens: on a hop by their prefix hash, here by looking at the other session on the
-device thread, which all that overwrites its rows must pass after its timeline was cut.
-
-A stage that cannot copy does nothing. Then it refuses the span that comes next, and the session is
-evaluated from its start.
+Owns: how long a common prefix is, when copying it pays, which session is copied. Refuses to know:
+timelines, replay, how stages copy. Invariant: nothing is chosen that saves less than it costs.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from ds4py.contracts import ModelRunner, SessionId
-from ds4py.coordinator.relay.route import Route
-from ds4py.errors import CapacityError, ModelError, PrefixMismatchError
-from ds4py.stage.executor import DeviceThread
-from ds4py.wire.extensions import FORK, Fork
-from ds4py.wire.prefix_hash import prefix_hash
+from ds4py.contracts import SessionId
+from ds4py.coordinator.pipeline import Pipeline
 
 MIN_SAVED: Final = 64
 """Tokens that a copy must save: below, evaluating them costs hardly more than asking for it."""
@@ -47,66 +37,33 @@ class PrefixSource(Protocol):
     def session_id(self) -> SessionId:
         """Its name on every stage."""
 
-    def shares(self, wanted: Sequence[int], route: Route) -> int:
-        """Return how many leading tokens of a prompt the stages of a route hold for it."""
-
-    def holds(self, prefix: Sequence[int]) -> bool:
-        """Whether these are its first tokens."""
+    def shares(self, wanted: Sequence[int], pipeline: Pipeline) -> int:
+        """Return how many leading tokens of a prompt a pipeline's stages hold for it."""
 
 
-class PrefixSharing:
-    """Lets one session begin as another one of the same process did.
+class PrefixCopy(NamedTuple):
+    """What to copy."""
+
+    source: SessionId
+    n_tokens: int
+
+
+def choose_copy(
+    pipeline: Pipeline, sources: Iterable[PrefixSource], wanted: Sequence[int], n_held: int
+) -> PrefixCopy | None:
+    """Return the longest prefix of a prompt that another session has, if copying it pays.
 
     Args:
-        session: The one that begins.
-        timeout: Seconds that the own device may take.
+        pipeline: Whose stages are to copy.
+        sources: The other sessions.
+        wanted: The prompt.
+        n_held: Leading tokens of it that the session holds itself.
     """
-
-    def __init__(self, session: SessionId, timeout: float):
-        self._session = session
-        self._timeout = timeout
-
-    def copy_prefix(
-        self, route: Route, sources: Iterable[PrefixSource], wanted: Sequence[int], n_held: int
-    ) -> int:
-        """Have every stage copy the longest prefix that another session has, if it pays.
-
-        Args:
-            route: The stages.
-            sources: The other sessions.
-            wanted: The prompt.
-            n_held: Leading tokens of it that the session holds itself.
-
-        Returns:
-            The tokens that stages were told to copy, unless they hold other ones; 0 if none were.
-        """
-        most = len(wanted) - _LEFT_OVER
-        if not route.can_fork or most - n_held < MIN_SAVED:
-            return 0
-        shared = [(min(source.shares(wanted, route), most), source) for source in sources]
-        n_shared, source = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if source is None or n_shared - n_held < MIN_SAVED:
-            return 0
-        prefix = wanted[:n_shared]
-        if route.local is not None and not self._copy_own(route.local, source, prefix):
-            return 0
-        fork = Fork(source.session_id, self._session, n_shared, prefix_hash(prefix))
-        route.tell(route.hops, FORK, fork)
-        return n_shared
-
-    def _copy_own(self, local: DeviceThread, source: PrefixSource, prefix: Sequence[int]) -> bool:
-        """Copy the cache of the coordinator's own layers; False if that was not possible."""
-        given_up = threading.Event()
-
-        def copy(runner: ModelRunner) -> None:
-            if given_up.is_set() or not source.holds(prefix):
-                raise PrefixMismatchError("the other session does not hold these tokens any more")
-            runner.fork(source.session_id, self._session, len(prefix))
-
-        try:
-            local.call(copy, timeout=self._timeout, session=self._session)
-        except (PrefixMismatchError, CapacityError, ModelError):
-            return False
-        finally:
-            given_up.set()
-        return True
+    most = len(wanted) - _LEFT_OVER
+    if not pipeline.can_fork or most - n_held < MIN_SAVED:
+        return None
+    shared = [(min(source.shares(wanted, pipeline), most), source) for source in sources]
+    n_shared, source = max(shared, key=lambda pair: pair[0], default=(0, None))
+    if source is None or n_shared - n_held < MIN_SAVED:
+        return None
+    return PrefixCopy(source.session_id, n_shared)

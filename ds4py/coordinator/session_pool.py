@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from ds4py.contracts import Cancelled, Health, ModelCard, Session
+from ds4py.coordinator.pipeline import PipelineSource
 from ds4py.coordinator.prefix_sharing import MIN_SAVED, common_prefix
-from ds4py.coordinator.relay.coordinator import Coordinator
 from ds4py.coordinator.session import ClusterSession
 from ds4py.errors import CancelledError
 
@@ -68,18 +68,18 @@ def _goes_on(n_common: int, n_lost: int, *, cheaply: bool) -> bool:
 
 
 class SessionPool:
-    """A `contracts.Backend` over a coordinator.
+    """A `contracts.Backend` over a source of pipelines.
 
     Args:
-        coordinator: Finds routes; not owned.
+        source: Finds pipelines; not owned.
         n_sessions: Token timelines that may be open at once.
     """
 
-    def __init__(self, coordinator: Coordinator, n_sessions: int):
-        self._coordinator = coordinator
+    def __init__(self, source: PipelineSource, n_sessions: int):
+        self._source = source
         self._changed = threading.Condition()
         self._sessions = tuple(
-            ClusterSession(coordinator.new_session(), coordinator, coordinator.config, self)
+            ClusterSession(source.new_session(), source, source.config, self)
             for _ in range(n_sessions)
         )
         self._free = deque(self._sessions)
@@ -89,12 +89,12 @@ class SessionPool:
     @property
     def card(self) -> ModelCard:
         """The served model."""
-        return self._coordinator.card
+        return self._source.card
 
     @property
     def n_ctx(self) -> int:
         """Tokens that one session can hold."""
-        return self._coordinator.n_ctx
+        return self._source.n_ctx
 
     @property
     def n_waiting(self) -> int:
@@ -103,13 +103,13 @@ class SessionPool:
 
     def health(self) -> Health:
         """Report readiness; never blocks."""
-        return self._coordinator.health()
+        return self._source.health()
 
     def n_cached(self, tokens: Sequence[int]) -> int:
         """Return how many leading tokens the best session holds; see `contracts.Backend`."""
         with self._changed:
             free = tuple(self._free)
-        useful = self._sessions if self._coordinator.can_fork else free
+        useful = self._sessions if self._source.can_fork else free
         return max((session.reusable(tokens) for session in useful), default=0)
 
     def others(self, session: ClusterSession) -> Iterator[ClusterSession]:
@@ -172,7 +172,7 @@ class SessionPool:
                         waiting(position)
                     told = position
                     self._changed.wait(_POLL_SECONDS)
-                can_fork = self._coordinator.can_fork
+                can_fork = self._source.can_fork
                 session = choose_session(self._free, tokens, can_fork=can_fork)
                 self._free.remove(session)
                 return session

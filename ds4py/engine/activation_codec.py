@@ -1,6 +1,6 @@
 """Hidden states between device tensors and packed bytes.
 
-Owns: the vectorised 32-, 16- and 8-bit codec of docs/spec/wire-protocol.md section 9, on whatever
+Owns: the vectorised 32-, 16- and 8-bit codec of docs/spec/wire-protocol.md#packing, on whatever
 device the tensor is. Refuses to know: who asked. Invariant: bit by bit equal to the reference codec
 in `ds4py.activations`.
 
@@ -35,7 +35,8 @@ _SIGN8: Final = 0x80
 _KEPT8: Final = -1 << 19  # what decides the code: sign, exponent and four fraction bits of float32
 _NO_SIGN_COPY8: Final = ~0x4000  # a code widened as a signed number has its sign here too
 # Half of the last bit just below 2^-10 (scaled): 0x3a7fffff rounds up, as binary32 arithmetic makes
-# it (spec 9.5), and no larger number changes. Smaller ones may: their code is 0 in any case.
+# it (docs/spec/wire-protocol.md#8-bit), and no larger number changes. Smaller ones may: their code
+# is 0 in any case.
 _NUDGE8: Final = torch.tensor(_SCALE8 * 2.0**-35, dtype=torch.float32)
 
 _CPU_PIECE: Final = 1 << 16

@@ -8,7 +8,6 @@ touched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -23,15 +22,14 @@ from ds4py.layer_range import LayerRange
 from ds4py.models.base import SavedLayer, SavedRows
 from ds4py.snapshot import (
     KV_KINDS,
-    CacheSizes,
     Capacities,
     KvKind,
     PlainLayer,
     PlainShard,
     PlainSizes,
     SavedShard,
-    SavedSizes,
     Shard,
+    saved_sizes,
 )
 
 _KINDS: Final = {
@@ -55,20 +53,6 @@ def cache_form(saved: Sequence[SavedLayer] | SavedRows | None) -> SavedForm | No
         width=saved[0].width,
         index_width=max(layer.index_width for layer in saved),
         window=saved[0].window,
-    )
-
-
-def saved_sizes(card: ModelCard) -> SavedSizes:
-    """Return what a saved session of a model depends on.
-
-    Raises:
-        SnapshotError: Sessions of this architecture have no portable form.
-    """
-    form = card.saved_form()
-    if isinstance(form, CacheForm):
-        return CacheSizes(**asdict(form), n_vocab=card.n_vocab)
-    return PlainSizes(
-        **asdict(form), model_id=card.model_id, n_layers=card.n_layers, n_vocab=card.n_vocab
     )
 
 

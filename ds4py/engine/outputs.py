@@ -7,8 +7,10 @@ hidden states of the same packing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ds4py.activations import HiddenBatch
@@ -36,7 +38,9 @@ def answers(
     rows = dict(enumerate(torch.split(hidden, [len(work.tokens) for work in works])))
     wanted: list[Later[Mapping[int, ForwardOutput]]] = []
     final = {
-        index: rows[index][-1:] for index in rows if works[index].output_kind is OutputKind.LOGITS
+        index: rows[index][-works[index].n_logits :]
+        for index in rows
+        if works[index].output_kind is OutputKind.LOGITS
     }
     if final:
         wanted.append(_with_logits(final, logits, staging))
@@ -60,10 +64,17 @@ def answers(
 def _with_logits(
     rows: Mapping[int, torch.Tensor], logits: Logits, staging: Staging
 ) -> Later[Mapping[int, ForwardOutput]]:
+    ends = list(itertools.accumulate(part.shape[0] for part in rows.values()))
     fetched = staging.fetch(logits(_joined(rows)))
-    return lambda: {
-        index: ForwardOutput(logits=own) for index, own in zip(rows, fetched(), strict=True)
-    }
+
+    def complete() -> dict[int, ForwardOutput]:
+        parts = np.split(fetched(), ends[:-1])
+        return {
+            index: ForwardOutput(logits=own[0] if len(own) == 1 else own)
+            for index, own in zip(rows, parts, strict=True)
+        }
+
+    return complete
 
 
 def _with_hidden(

@@ -24,7 +24,7 @@ from ds4py.contracts import (
     PlainForm,
     SessionId,
 )
-from ds4py.engine.cache_io import load_shard, save_shard, saved_sizes
+from ds4py.engine.cache_io import load_shard, save_shard
 from ds4py.engine.cuda_graphs import graphed
 from ds4py.engine.host_staging import Later, Staging, active, staging_for
 from ds4py.engine.kv_pool import KvPool, KvUse
@@ -34,7 +34,7 @@ from ds4py.kernels.cache import CacheTensor, Segment
 from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
 from ds4py.layer_range import LayerRange
 from ds4py.models.base import Slice
-from ds4py.snapshot import Capacities, read_shard, write_shard
+from ds4py.snapshot import Capacities, read_shard, saved_sizes, write_shard
 
 
 @dataclass(slots=True)
@@ -337,6 +337,8 @@ class LocalRunner:
         self._check_input(work)
         if work.output_kind is OutputKind.LOGITS and not self._has_head:
             raise ModelError("logits", got=f"layers {self._layers}", expected="the output head")
+        if not 1 <= work.n_logits <= n_tokens:
+            raise ModelError("rows with logits", got=work.n_logits, expected=f"1 to {n_tokens}")
         held = self.length(work.session) or 0
         expected = 0 if work.reset else held
         if work.pos0 != expected:

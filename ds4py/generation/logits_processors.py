@@ -70,7 +70,7 @@ class SamplingControls:
         logit_bias: Added to the logits first.
         constraint: The grammar of the reply. Anyone who follows the text calls its `start`.
         greedy_now: Asked before each choice whether to take the best allowed token instead of a
-            sampled one, without using a random number (docs/spec/server-and-cli.md 1.5).
+            sampled one, without using a random number (docs/spec/server-and-cli.md#sampling).
         forced: Asked before each choice for tokens that must come next, none by default. They are
             taken one after the other before it is asked again.
         n_logprobs: Report log probabilities with that many alternatives; None reports none.

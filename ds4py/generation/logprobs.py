@@ -7,15 +7,11 @@ to the softmax over the whole vocabulary, whatever was listed, sampled or forbid
 from __future__ import annotations
 
 import math
-from typing import Final
 
 import numpy as np
 
 from ds4py.generation.choice import TokenLogprobs
 from ds4py.generation.sampling import F32, largest
-
-MAX_LISTED: Final = 128
-"""Most alternatives that anyone may ask for (docs/spec/server-and-cli.md 5.4)."""
 
 
 def top_logprobs(logits: F32, chosen: int, k: int) -> TokenLogprobs:
@@ -29,7 +25,7 @@ def top_logprobs(logits: F32, chosen: int, k: int) -> TokenLogprobs:
         logits: `f32[V]`, only read. Values that are not finite are never sampled, and count as a
             probability of zero.
         chosen: Id of the token that was taken, below `V`.
-        k: Alternatives to list, at most `MAX_LISTED`; callers clamp.
+        k: Alternatives to list, as many as there are at most.
     """
     ids = np.flatnonzero(np.isfinite(logits))
     if ids.size == 0:

@@ -1,7 +1,7 @@
 """Choosing the next token: ds4's rules and random numbers, over whole vocabularies at once.
 
 Owns: the order of the filters, the generator, and the walk that turns a random number into a token
-(docs/spec/deepseek4-model.md section 8). Refuses to know: sessions and text. Invariant: every
+(docs/spec/deepseek4-model.md#sampling). Refuses to know: sessions and text. Invariant: every
 operation is done in float32 and every sum in ds4's order, so that a seed gives ds4's tokens for the
 same logits.
 
@@ -30,7 +30,7 @@ _MASK: Final = 2**64 - 1
 
 
 class XorShift64Star:
-    """ds4's random numbers (docs/spec/deepseek4-model.md 8.3).
+    """ds4's random numbers (docs/spec/deepseek4-model.md#random-numbers).
 
     Args:
         state: 64-bit state; a zero is replaced when the first number is drawn.

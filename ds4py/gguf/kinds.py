@@ -19,7 +19,6 @@ import numpy.typing as npt
 from gguf.constants import (
     GGML_QUANT_SIZES,
     GGUF_DEFAULT_ALIGNMENT,
-    GGUF_VERSION,
     GGMLQuantizationType,
     GGUFValueType,
 )
@@ -28,7 +27,6 @@ from ds4py.errors import UnsupportedQuantError
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
-NEWEST_VERSION: Final = int(GGUF_VERSION)
 DEFAULT_ALIGNMENT: Final = int(GGUF_DEFAULT_ALIGNMENT)
 ALIGNMENT_KEY: Final = "general.alignment"
 MAX_DIMS: Final = 4
@@ -36,11 +34,6 @@ MAX_DIMS: Final = 4
 KIND_BOOL: Final = int(GGUFValueType.BOOL)
 KIND_STRING: Final = int(GGUFValueType.STRING)
 KIND_ARRAY: Final = int(GGUFValueType.ARRAY)
-KIND_INT32: Final = int(GGUFValueType.INT32)
-KIND_UINT32: Final = int(GGUFValueType.UINT32)
-KIND_INT64: Final = int(GGUFValueType.INT64)
-KIND_UINT64: Final = int(GGUFValueType.UINT64)
-KIND_FLOAT32: Final = int(GGUFValueType.FLOAT32)
 
 NUMERIC_KINDS: Final[dict[int, np.dtype[np.generic]]] = {
     int(kind): np.dtype(code)

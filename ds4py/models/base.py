@@ -68,7 +68,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLayer:
-    """Sizes of one layer's saved cache (docs/spec/deepseek4-model.md 9).
+    """Sizes of one layer's saved cache (docs/spec/deepseek4-model.md#payloads).
 
     Args:
         ratio: Tokens per compressed row; 0 for a layer without.
@@ -212,8 +212,9 @@ class Slice(Protocol):
 
         Returns:
             Copies on the CPU, layer by layer. With `SavedRows` the first `length` rows of every
-            tensor of the cache; else float32 tensors in the order of docs/spec/deepseek4-model.md
-            9.1 item 5, oldest rows first, slots of the compressors' state without meaning cleared.
+            tensor of the cache; else float32 tensors in the order of
+            docs/spec/deepseek4-model.md#dsv4 item 5, oldest rows first, slots of the compressors'
+            state without meaning cleared.
         """
 
     def import_cache(self, cache: Cache, length: int, saved: Sequence[torch.Tensor]) -> None:

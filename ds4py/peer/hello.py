@@ -34,7 +34,7 @@ def build_id() -> str:
 
 
 def plain_hello(runner: ModelRunner, listen_port: int) -> Hello:
-    """Return the HELLO of the stock protocol (docs/spec/wire-protocol.md 2.1)."""
+    """Return the HELLO of the stock protocol (docs/spec/wire-protocol.md#hello)."""
     card, layers = runner.card, runner.layers
     return Hello(
         model_id=card.model_id,

@@ -1,8 +1,8 @@
 """A shard on its way over a connection, in either direction.
 
 Owns: which form a model's shards have, the memory that one arrives in, the bounds on its chunks
-(docs/spec/wire-protocol.md 2.7; 15, Q22), how long a transfer may take. Refuses to know: what
-stands in a shard, who asked for it.
+(docs/spec/wire-protocol.md#snapshot-chunk, #quirks Q22), how long a transfer may take. Refuses to
+know: what stands in a shard, who asked for it.
 Invariant: bytes are kept only if memory was taken for them, which is for the caller to decide once
 it knows that the announced size is right.
 """
@@ -12,12 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Final
 
 import numpy as np
 
-from ds4py.contracts import CacheForm, ModelCard
 from ds4py.errors import (
     CapacityError,
     PeerClosedError,
@@ -25,7 +23,6 @@ from ds4py.errors import (
     TransportError,
     TransportTimeoutError,
 )
-from ds4py.snapshot import CacheSizes, PlainSizes, SavedSizes
 from ds4py.transport.connection import Connection
 from ds4py.wire.frames import Frame, FrameType, type_name
 from ds4py.wire.messages import ErrorText, SnapshotChunk
@@ -33,20 +30,6 @@ from ds4py.wire.messages import ErrorText, SnapshotChunk
 GRACE_SECONDS: Final = 60.0
 _SLOWEST: Final = 1 << 20  # bytes a second; a network below that could serve no route
 _MAX_EMPTY: Final = 1024
-
-
-def saved_sizes(card: ModelCard) -> SavedSizes:
-    """Return what a saved session of a model depends on.
-
-    Raises:
-        SnapshotError: Sessions of this architecture have no portable form.
-    """
-    form = card.saved_form()
-    if isinstance(form, CacheForm):
-        return CacheSizes(**asdict(form), n_vocab=card.n_vocab)
-    return PlainSizes(
-        **asdict(form), model_id=card.model_id, n_layers=card.n_layers, n_vocab=card.n_vocab
-    )
 
 
 def transfer_seconds(n_bytes: int) -> float:

@@ -1,7 +1,7 @@
 """Errors as HTTP clients read them.
 
 Owns: which status, type and code an exception gets, and the error bodies of both families of
-dialects. Refuses to know: routes, streams. Invariant: only messages that ds4py wrote for people
+APIs. Refuses to know: routes, streams. Invariant: only messages that ds4py wrote for people
 leave the process; everything else becomes one fixed sentence.
 """
 
@@ -46,10 +46,10 @@ class Problem:
     extra: dict[str, int] = field(default_factory=dict)
 
     def body(self, *, in_stream: bool = False) -> dict[str, object]:
-        """Return the `error` object of the OpenAI dialects.
+        """Return the `error` object of the OpenAI APIs.
 
         The type is one word for every status, as in ds4; in a stream, where there is no status, it
-        is another (docs/spec/server-and-cli.md 1.3).
+        is another (docs/spec/server-and-cli.md#errors).
         """
         return {
             "message": self.message,
@@ -60,7 +60,7 @@ class Problem:
         }
 
     def anthropic(self) -> dict[str, object]:
-        """Return the whole body of the Anthropic dialect, which is also its stream's event."""
+        """Return the whole body of the Anthropic API, which is also its stream's event."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         message = self.message
         if self.extra.keys() >= {"n_prompt_tokens", "n_ctx"}:
@@ -106,7 +106,7 @@ def describe(error: BaseException) -> Problem:
 def json_response(
     content: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a JSON reply whose body ends with one newline (docs/spec/server-and-cli.md 1.1)."""
+    """Return a JSON reply whose body ends with one newline (server-and-cli.md#transport)."""
     return Response(
         msgspec.json.encode(content) + b"\n",
         status_code=status,
@@ -120,7 +120,7 @@ def error_response(error: BaseException, *, anthropic: bool = False) -> Response
 
     Args:
         error: What happened.
-        anthropic: The client speaks that dialect.
+        anthropic: The client uses that API.
     """
     problem = describe(error)
     # a queue, a missing worker: states that pass

@@ -4,7 +4,7 @@ Owns: what a payload holds and how it is cut by layers; the disk cache of prefix
 Refuses to know: peers, devices, how a model computes.
 
 Reading order: `binary` (words and arrays), `session_state` (a session as a value); ds4's form
-(docs/spec/deepseek4-model.md 9): `layout` (sizes), `header` (its words and their checks),
+(docs/spec/deepseek4-model.md#payloads): `layout` (sizes), `header` (its words and their checks),
 `ds4_format` (reading, writing); our form (docs/spec/kv-payload.md): `mha_format`; `formats`
 (either). The disk cache: `kvc` (bytes), `kvc_policy` (decisions), `kvc_files` (a folder),
 `disk_cache`.
@@ -23,6 +23,7 @@ from ds4py.snapshot.formats import (
     SavedSizes,
     read_shard,
     read_whole,
+    saved_sizes,
     shard_sizes,
     write_shard,
     write_whole,
@@ -48,6 +49,7 @@ __all__ = [
     "read_dsvl",
     "read_shard",
     "read_whole",
+    "saved_sizes",
     "shard_bytes",
     "shard_sizes",
     "split",

@@ -1,9 +1,10 @@
 """Prefixes of prompts on disk, so that a conversation survives its session and its server.
 
 Owns: finding, loading and storing checkpoints in a folder, the budget, the fate of bad files
-(docs/spec/server-and-cli.md 4.3 to 4.6). Refuses to know: sessions, prompts, requests. Invariant:
-after every save the cache's files are within the budget, what `load` returns is what was stored,
-and no trouble with the disk is ever more than a warning and a miss.
+(docs/spec/server-and-cli.md#disk-cache, #disk-cache-options, #kvc, #eviction). Refuses to know:
+sessions, prompts, requests. Invariant: after every save the cache's files are within the budget,
+what `load` returns is what was stored, and no trouble with the disk is ever more than a warning and
+a miss.
 
 Any thread may call any method at any time, and other processes, ds4's among them, may use the same
 folder: the index is replaced as a whole by every scan, and what needs agreement is decided under

@@ -6,8 +6,10 @@ model there is one form.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from ds4py.contracts import CacheForm, ModelCard
 from ds4py.layer_range import LayerRange
 from ds4py.snapshot.binary import Buffer
 from ds4py.snapshot.ds4_format import (
@@ -67,3 +69,17 @@ def write_whole(whole: SessionState[Any]) -> list[memoryview]:
 def write_shard(shard: SavedShard) -> list[memoryview]:
     """Return the pieces of a shard's payload: views into its own arrays."""
     return write_dsvl(shard) if isinstance(shard, Shard) else write_dpkl(shard)
+
+
+def saved_sizes(card: ModelCard) -> SavedSizes:
+    """Return what a saved session of a model depends on.
+
+    Raises:
+        SnapshotError: Sessions of this architecture have no portable form.
+    """
+    form = card.saved_form()
+    if isinstance(form, CacheForm):
+        return CacheSizes(**asdict(form), n_vocab=card.n_vocab)
+    return PlainSizes(
+        **asdict(form), model_id=card.model_id, n_layers=card.n_layers, n_vocab=card.n_vocab
+    )

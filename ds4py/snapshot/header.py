@@ -1,6 +1,6 @@
 """The leading words of ds4's payloads, and whether this session can take what they announce.
 
-Owns: the two headers and every check of a single field (docs/spec/deepseek4-model.md 9.1, 9.2).
+Owns: the two headers and every check of a single field (docs/spec/deepseek4-model.md#dsv4, #dsvl).
 Refuses to know: what follows a header. Invariant: after `check` the number of tokens is smaller
 than the session's context and the model is of the same shape.
 """

@@ -1,7 +1,7 @@
 """The bytes of a disk cache file, ds4's `KVC` format with a seal of ours at its end.
 
 Owns: the header, the tool map, the seal, and every check of a length or checksum
-(docs/spec/server-and-cli.md 4.5). Refuses to know: folders, sessions, what a payload holds.
+(docs/spec/server-and-cli.md#kvc). Refuses to know: folders, sessions, what a payload holds.
 Invariant: no count in a file is believed before it is compared with the bytes that are there, and
 what `read_trailer` and `check_body` accept is what was written.
 

@@ -1,8 +1,8 @@
 """When a prefix is written to disk, which file may be loaded, and which goes first.
 
-Owns: every decision of the disk cache (docs/spec/server-and-cli.md 4.3 to 4.6) and its options.
-Refuses to know: files and folders. Invariant: pure functions of values; the same folder gives the
-same decisions.
+Owns: every decision of the disk cache (docs/spec/server-and-cli.md#disk-cache, #disk-cache-options,
+#kvc, #eviction) and its options. Refuses to know: files and folders. Invariant: pure functions of
+values; the same folder gives the same decisions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FREQUENT: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCacheOptions:
-    """What the user decides (docs/spec/server-and-cli.md 4.4).
+    """What the user decides (docs/spec/server-and-cli.md#disk-cache-options).
 
     Args:
         space_bytes: Budget for all files of the folder that are the cache's.
@@ -199,7 +199,7 @@ def decayed_hits(hits: int, seconds: float) -> float:
 
 
 def score(entry: Entry, now: float, *, superseded: bool = False) -> float:
-    """Return what a file is worth; the lowest goes first (docs/spec/server-and-cli.md 4.6).
+    """Return what a file is worth; the lowest goes first (docs/spec/server-and-cli.md#eviction).
 
     Args:
         entry: The file.

@@ -1,8 +1,9 @@
 """How large every part of a saved session is.
 
-Owns: the shapes of a layer's tensors and the writer's capacities (docs/spec/deepseek4-model.md 4.1,
-4.2, 9.1). Refuses to know: bytes, tensors. Invariant: all shapes follow from the model and the
-number of tokens alone, so a payload's size is known before its body is read.
+Owns: the shapes of a layer's tensors and the writer's capacities
+(docs/spec/deepseek4-model.md#session-state, #capacities, #dsv4). Refuses to know: bytes, tensors.
+Invariant: all shapes follow from the model and the number of tokens alone, so a payload's size is
+known before its body is read.
 """
 
 from __future__ import annotations
@@ -117,12 +118,13 @@ class Capacities:
         prefill_cap: int | None = _MAX_PREFILL,
         raw_cap: int | None = None,
     ) -> Capacities:
-        """Return what a C node that was started alike has room for (wire spec 11.3).
+        """Return what a C node that was started alike has room for (wire-protocol.md#dsvl).
 
         The numbers say nothing about our own caches. They are written because a C coordinator
-        refuses shards whose capacities differ (wire 15, Q23): all stages of its route need the same
-        context and the same two variables. The default is the rule of the GPU engines, since stock
-        CPU nodes refuse to save; a build that saves on the CPU writes the window as `raw_cap`.
+        refuses shards whose capacities differ (docs/spec/wire-protocol.md#quirks Q23): all stages
+        of its route need the same context and the same two variables. The default is the rule of
+        the GPU engines, since stock CPU nodes refuse to save; a build that saves on the CPU writes
+        the window as `raw_cap`.
 
         Args:
             n_ctx: Tokens that a session can hold.

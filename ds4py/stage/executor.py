@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, PendingForward, SessionId
 from ds4py.errors import CapacityError, ClusterError, Ds4Error
@@ -35,30 +35,31 @@ _CLOSING: Final = "this stage is shutting down"
 _LOOK_SECONDS: Final = 5e-4  # between two looks at a chunk that is computed: it takes much longer
 
 
-def _nothing() -> None:
-    """Take no note of a span."""
+class DeviceJob(Protocol):
+    """One chunk or token on its way through the device; all methods run on the device thread.
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceJob:
-    """One span on its way through the device.
-
-    Args:
-        admit: Called on the device thread right before evaluation; returns the work or raises a
-            `Ds4Error` to refuse it.
-        finish: Called on the device thread with the output or the error; on the submitting thread
-            if the job is refused at the door.
-        session: The timeline that the span continues; its spans run in the order of submission.
-        is_decode: One token: may share a batch with other sessions' single tokens.
-        queued: Called on the device thread when the runner has accepted the span: from then on its
-            tokens count. An error that `finish` is called with afterwards is the device's.
+    Jobs of one session run in the order of submission; single tokens may share a batch.
     """
 
-    session: SessionId
-    admit: Callable[[], ForwardRequest]
-    finish: Callable[[ForwardOutput | Ds4Error], None]
-    is_decode: bool = False
-    queued: Callable[[], None] = _nothing
+    @property
+    def session(self) -> SessionId:
+        """Its timeline."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a single token."""
+
+    def admit(self) -> ForwardRequest:
+        """Return what to evaluate, right before that; raise a `Ds4Error` to refuse."""
+
+    def started(self) -> None:
+        """Take note that the runner has accepted it: from now on its tokens count.
+
+        An error that `finish` is told afterwards is the device's.
+        """
+
+    def finish(self, result: ForwardOutput | Ds4Error) -> None:
+        """Take the output or the error, exactly once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +114,9 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: DeviceJob) -> None:
-        """Queue a job; `finish` is called exactly once, at once if the job is refused."""
-        refusal = self._enqueue(job)
-        if refusal is not None:
-            _finish(job, refusal)
+    def submit(self, job: DeviceJob) -> Ds4Error | None:
+        """Queue a job; a refusal is all that becomes of it."""
+        return self._enqueue(job)
 
     def _enqueue(self, item: Item) -> Ds4Error | None:
         """Queue something, or say why not."""
@@ -131,81 +130,38 @@ class DeviceThread:
             self._queue.put(item)
         return None
 
-    def begin(
-        self, work: ForwardRequest, *, prepare: Callable[[ModelRunner], None]
-    ) -> Callable[[float], ForwardOutput]:
-        """Queue one span.
-
-        Args:
-            work: The span.
-            prepare: Called on the device thread right before evaluation; may refuse by raising.
-
-        Returns:
-            What waits for the output, for so many seconds at most; raises what the runner reports.
-        """
-        done: Future[ForwardOutput] = Future()
-
-        def finish(result: ForwardOutput | Ds4Error) -> None:
-            if isinstance(result, Ds4Error):
-                done.set_exception(result)
-            else:
-                done.set_result(result)
-
-        def admit() -> ForwardRequest:
-            prepare(self.runner)
-            return work
-
-        self.submit(DeviceJob(work.session, admit, finish, is_decode=len(work.tokens) == 1))
-        return partial(_wait, done)
-
-    def call(
-        self,
-        function: Callable[[ModelRunner], T],
-        *,
-        timeout: float,
-        session: SessionId | None = None,
-    ) -> T:
-        """Run a function on the device thread and wait for its result; raises what it raises.
+    def ask(
+        self, function: Callable[[ModelRunner], T], *, session: SessionId | None = None
+    ) -> Future[T]:
+        """Run a function on the device thread.
 
         Args:
             function: Called with the runner.
-            timeout: Seconds to wait.
             session: What was submitted for this session before is evaluated first. Other sessions'
                 chunks are not waited for.
+
+        Returns:
+            What becomes of it; cancelled before it has begun, it is left out.
         """
         done: Future[T] = Future()
-
-        def run() -> None:
-            if self._closed:
-                done.set_exception(ClusterError(_CLOSING))
-                return
-            try:
-                done.set_result(function(self.runner))
-            except Ds4Error as e:
-                done.set_exception(e)
-            except Exception as e:  # a broken device must not end the process silently
-                log.exception("the device failed")
-                done.set_exception(_broken(e))
-
-        refusal = self._enqueue(_ControlCall(run, session))
+        refusal = self._enqueue(_ControlCall(partial(self._call, function, done), session))
         if refusal is not None:
-            raise refusal
-        return _wait(done, timeout)
+            done.set_exception(refusal)
+        return done
 
-    def post(
-        self, function: Callable[[ModelRunner], None], *, session: SessionId | None = None
-    ) -> None:
-        """Run a function on the device thread with nobody waiting; otherwise as `call`."""
-
-        def run() -> None:
-            try:
-                function(self.runner)
-            except Exception:  # the device must go on
-                log.exception("the device failed")
-
-        refusal = self._enqueue(_ControlCall(run, session))
-        if refusal is not None:
-            log.debug("left out: %s", refusal)
+    def _call(self, function: Callable[[ModelRunner], T], done: Future[T]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        if self._closed:
+            done.set_exception(ClusterError(_CLOSING))
+            return
+        try:
+            done.set_result(function(self.runner))
+        except Ds4Error as e:
+            done.set_exception(e)
+        except Exception as e:  # a broken device must not end the process silently
+            log.exception("the device failed")
+            done.set_exception(_broken(e))
 
     def close(self, *, timeout: float = 30.0) -> None:
         """Finish what is running, refuse the rest, free the device; idempotent."""
@@ -263,7 +219,7 @@ class DeviceThread:
 
     def _run_lone(self, item: Item) -> None:
         """Run what waits alone, as all do that one session sends: nothing is to be chosen."""
-        if isinstance(item, DeviceJob):
+        if not isinstance(item, _ControlCall):
             self._scheduler.went_alone(_kind(item))
             self._run_jobs([item])
         else:
@@ -300,7 +256,7 @@ class DeviceThread:
         assert scheduled is not None, "something waits, or nothing was taken in"
         for call in scheduled.calls:
             self._run_item(call)
-        jobs = [item for item in scheduled.batch if isinstance(item, DeviceJob)]
+        jobs = [item for item in scheduled.batch if not isinstance(item, _ControlCall)]
         for start in range(0, len(jobs), self._batch_size):
             self._run_jobs(jobs[start : start + self._batch_size])
 
@@ -326,7 +282,7 @@ class DeviceThread:
             _finish(chunk, begun)
 
     def _run_item(self, item: Item) -> None:
-        if isinstance(item, DeviceJob):
+        if not isinstance(item, _ControlCall):
             self._run_batch([item])
         else:
             self._settle()
@@ -354,7 +310,7 @@ class DeviceThread:
         results = _answers(lambda: self.runner.run(works), len(works))
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, ForwardOutput):
-                _queued(job)
+                _started(job)
             _finish(job, result)
 
     def _admit(self, job: DeviceJob) -> ForwardRequest | Ds4Error:
@@ -380,7 +336,7 @@ class DeviceThread:
             return _broken(e)
         if started.refused:
             return started.refused[0]
-        _queued(job)
+        _started(job)
         return _StartedJob(job, started)
 
 
@@ -411,16 +367,23 @@ def _broken(error: Exception) -> ClusterError:
     return ClusterError(f"the device failed: {type(error).__name__}: {error}")
 
 
-def _wait(done: Future[T], timeout: float) -> T:
+def wait_for(done: Future[T], timeout: float) -> T:
+    """Return what a device has made of something, or raise its error.
+
+    Args:
+        done: What a stage or its device returned.
+        timeout: Seconds; afterwards what has not begun is left out.
+    """
     try:
         return done.result(timeout)
     except TimeoutError:
+        done.cancel()
         raise ClusterError(f"the device gave no answer within {timeout:g} s") from None
 
 
-def _queued(job: DeviceJob) -> None:
+def _started(job: DeviceJob) -> None:
     try:
-        job.queued()
+        job.started()
     except Exception:  # the span that follows will be refused
         log.exception("taking note of a span failed")
 

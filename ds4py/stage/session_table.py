@@ -1,19 +1,28 @@
 """Which tokens each session of a stage has cached, and whether a span may continue them.
 
-Owns: the hash validation of docs/spec/wire-protocol.md 8.3 to 8.5 and the choice of a session to
-give up when the cache pool is full. Refuses to know: connections (an owner is an opaque object),
-caches, threads. Invariant: a span is admitted only if the session holds exactly the tokens that its
-prefix hash stands for, or will hold them when what the device was given before is evaluated.
+Owns: the hash validation of docs/spec/wire-protocol.md#kv-sessions, #hash-checks,
+#evaluation-checks and the choice of a session to give up when the cache pool is full. Refuses to
+know: connections (an owner is an opaque object), caches, threads. Invariant: a span is admitted
+only if the session holds exactly the tokens that its prefix hash stands for, or will hold them when
+what the device was given before is evaluated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
-from ds4py.contracts import NO_ROOM, SessionId
-from ds4py.errors import CancelledError, CapacityError, Ds4Error, ModelError, PrefixMismatchError
+from ds4py.activations import HiddenBatch
+from ds4py.contracts import NO_ROOM, OutputKind, SessionId
+from ds4py.errors import (
+    CancelledError,
+    CapacityError,
+    Ds4Error,
+    ModelError,
+    PrefixMismatchError,
+    RemoteProtocolError,
+)
 from ds4py.wire.prefix_hash import INIT, extend
 
 _REFUSALS: Final = (CancelledError, CapacityError, ModelError, PrefixMismatchError)
@@ -39,8 +48,22 @@ class CachedSession:
     last_used: int = 0
 
 
-class AdmissionRequest(NamedTuple):
-    """What a span claims about its session."""
+class StageRequest(NamedTuple):
+    """One chunk or token that a stage is asked to evaluate, and what it claims of its session.
+
+    Args:
+        session: The timeline that it continues.
+        tokens: Token ids `[T]`, at least one.
+        pos0: Absolute position of the first one, 0-based.
+        prefix_hash: Of the tokens that the session must hold before.
+        result_hash: Of the tokens that it holds afterwards.
+        reset: Empty the session first.
+        hidden: Output of the layer before `[T, W]`; None exactly when the slice starts at layer 0.
+        output_kind: What to hand back.
+        reply_bits: Packing of hidden states that are handed back: 32, 16 or 8.
+        request_id: By which it may be aborted; grows within a session.
+        n_logits: Rows at its end of which logits are wanted, if logits are.
+    """
 
     session: SessionId
     tokens: tuple[int, ...]
@@ -48,6 +71,21 @@ class AdmissionRequest(NamedTuple):
     prefix_hash: int
     result_hash: int
     reset: bool
+    hidden: HiddenBatch | None = None
+    output_kind: OutputKind = OutputKind.HIDDEN
+    reply_bits: int = 32
+    request_id: int = 0
+    n_logits: int = 1
+
+    @property
+    def end(self) -> int:
+        """Length of the timeline afterwards."""
+        return self.pos0 + len(self.tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a single token, which may share a batch with other sessions' ones."""
+        return len(self.tokens) == 1
 
 
 class Admission(NamedTuple):
@@ -85,10 +123,11 @@ class SessionTable:
         """Return a session's timeline without creating one."""
         return self._sessions.get(session)
 
-    def admit(self, asked: AdmissionRequest, owner: Hashable) -> Admission:
+    def admit(self, asked: StageRequest, owner: Hashable) -> Admission:
         """Check a span against its session, creating the session if it is new.
 
-        A reset takes effect even if the span is then refused (spec 8.4).
+        A reset takes effect even if the span is then refused
+        (docs/spec/wire-protocol.md#hash-checks).
 
         Raises:
             PrefixMismatchError: The session holds other tokens.
@@ -113,7 +152,7 @@ class SessionTable:
         cached.last_used = self._clock
         return Admission(reset=asked.reset or asked.pos0 == 0, rewind_to=rewind_to, evict=evict)
 
-    def _match(self, cached: CachedSession, asked: AdmissionRequest) -> int | None:
+    def _match(self, cached: CachedSession, asked: StageRequest) -> int | None:
         """Return where to cut the timeline, None if it already ends where the span starts."""
         if cached.hash == asked.prefix_hash:
             # at position 0 the caches are emptied anyway, whatever a failure left in them
@@ -132,7 +171,7 @@ class SessionTable:
             return asked.pos0
         raise PrefixMismatchError("worker KV prefix hash mismatch")
 
-    def commit(self, asked: AdmissionRequest) -> CachedSession | None:
+    def commit(self, asked: StageRequest) -> CachedSession | None:
         """Record that the device was given an admitted span.
 
         Returns:
@@ -157,6 +196,24 @@ class SessionTable:
             if extend(INIT, tokens) == token_hash:
                 return tokens
         raise PrefixMismatchError("this stage does not hold the tokens that are to be copied")
+
+    def check_saveable(self, session: SessionId, n_tokens: int, token_hash: int) -> None:
+        """Compare a session with what it is to be saved as (wire-protocol.md#save-request).
+
+        Raises:
+            RemoteProtocolError: It is unknown, or holds other tokens; the first row that fails.
+        """
+        cached = self._sessions.get(session)
+        if cached is None:
+            _refuse_save("S-NOSESSION", "worker has no distributed session to snapshot")
+        if len(cached.tokens) != n_tokens:
+            both = f"worker={len(cached.tokens)} request={n_tokens}"
+            _refuse_save("S-COUNT", f"snapshot token count mismatch: {both}")
+        # the rolling hash of a timeline is always that of its tokens
+        if not cached.valid or cached.hash != token_hash:
+            _refuse_save("S-HASH", "snapshot token hash mismatch")
+        if not cached.tokens:  # the caches may still hold what was there before a reset
+            _refuse_save("S-IO", "worker session has no tokens to snapshot")
 
     def reserve_slot(
         self, session: SessionId, spare: Collection[SessionId] = ()
@@ -201,12 +258,13 @@ class SessionTable:
         )
 
     def evaluation_failed(
-        self, asked: AdmissionRequest, error: Ds4Error, cached: CachedSession | None = None
+        self, asked: StageRequest, error: Ds4Error, cached: CachedSession | None = None
     ) -> None:
         """Record that a span was not evaluated.
 
         A refusal before evaluation leaves the timeline usable; a failure of the device itself does
-        not: then only a reset makes the session usable again (spec 8.5).
+        not: then only a reset makes the session usable again
+            (docs/spec/wire-protocol.md#evaluation-checks).
 
         Args:
             asked: The span.
@@ -256,3 +314,7 @@ class SessionTable:
             if not cached.owners and session not in spare
         ]
         return min(found)[1] if found else None
+
+
+def _refuse_save(kind: str, text: str) -> NoReturn:
+    raise RemoteProtocolError(text, kind=kind)

@@ -1,25 +1,25 @@
 """One DS4D connection: frames in, buffers out.
 
-Owns: a socket, its frame reader, its send lock. Refuses to know: what the frames mean. Invariant:
-one thread receives; any thread may send; `close` wakes both and may be called from anywhere.
+Owns: a stream, its frame reader, its send lock, the words for its errors. Refuses to know: what
+the frames mean, what the stream is made of. Invariant: one thread receives; any thread may send;
+`close` wakes both and may be called from anywhere.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from ds4py.config import Address, SocketConfig
-from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
-from ds4py.transport.sockets import local_address, peer_address, set_timeout, shut_down
+from ds4py.config import Address
+from ds4py.errors import PeerClosedError, TransportTimeoutError
+from ds4py.transport.stream import Buffer, Stream
 from ds4py.wire.frames import Frame, FrameReader
 
-Buffer = bytes | bytearray | memoryview
-_IOV_MAX = 512
+T = TypeVar("T")
 
 
 def _allocate(n_bytes: int) -> memoryview:
@@ -27,43 +27,32 @@ def _allocate(n_bytes: int) -> memoryview:
     return np.empty(n_bytes, np.uint8).data
 
 
-def _after(pieces: Sequence[Buffer], n_bytes: int) -> Sequence[Buffer]:
-    """Return what follows the first `n_bytes` of some pieces."""
-    for index, piece in enumerate(pieces):
-        if n_bytes < len(piece):
-            return [memoryview(piece)[n_bytes:], *pieces[index + 1 :]]
-        n_bytes -= len(piece)
-    return ()
-
-
 class Connection:
-    """A connected socket that speaks frames.
+    """A stream that speaks frames; made by `Connector` and `Acceptor` only.
 
     Args:
-        sock: Connected and tuned; owned by this object from now on.
-        config: Socket options, for the receive timeout outside handshakes.
+        stream: Owned by this object from now on.
         limits: Accepted frame types with their largest bodies.
+        cores: What threads that do nothing but serve this connection may use; none means all.
 
     Attributes:
+        stream: What the frames travel on.
         peer: Numeric address of the other side.
         local: Numeric address of our side.
+        cores: As given.
         receiving: Whether a thread waits for bytes now.
         n_received: Grows whenever bytes come, also in the middle of a frame.
     """
 
-    def __init__(self, sock: socket.socket, config: SocketConfig, limits: Mapping[int, int]):
-        self._sock = sock
-        self._config = config
+    def __init__(self, stream: Stream, limits: Mapping[int, int], *, cores: tuple[int, ...] = ()):
+        self.stream = stream
+        self.peer: Address = stream.peer
+        self.local: Address = stream.local
+        self.cores = cores
         self._send_lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._closed = False
         self._sending = False  # like `receiving`: a thread uses the descriptor
-        try:
-            self.peer: Address = peer_address(sock)
-        except TransportError:
-            sock.close()
-            raise
-        self.local: Address = local_address(sock)
         self.receiving = False
         self.n_received = 0
         self._reader = FrameReader(limits, _allocate)
@@ -72,11 +61,6 @@ class Connection:
         """Change the accepted frame types; only between frames, on the receiving thread."""
         assert not self._reader.mid_frame
         self._reader = FrameReader(limits, _allocate)
-
-    @property
-    def cores(self) -> tuple[int, ...]:
-        """What threads that do nothing but serve this connection may use; none means all."""
-        return self._config.cores
 
     def receive(self, *, timeout: float | None = None) -> Frame | None:
         """Wait for the next frame; None at the end of the stream.
@@ -94,26 +78,17 @@ class Connection:
         try:
             if self._closed:
                 return None
-            return self._receive(None) if timeout is None else self._receive_within(timeout)
+            return self._receive(None if timeout is None else time.monotonic() + timeout)
         finally:
             self.receiving = False
             if self._closed:
                 self._release()
 
-    def _receive_within(self, timeout: float) -> Frame | None:
-        try:
-            return self._receive(time.monotonic() + timeout)
-        finally:
-            set_timeout(self._sock, socket.SO_RCVTIMEO, self._config.recv_timeout)
-
     def _receive(self, deadline: float | None) -> Frame | None:
-        reader, recv_into = self._reader, self._sock.recv_into
+        reader, recv_into = self._reader, self.stream.recv_into
         while True:
-            if deadline is not None:
-                left = max(deadline - time.monotonic(), 0.001)  # 0 would mean no timeout at all
-                set_timeout(self._sock, socket.SO_RCVTIMEO, left)
             try:
-                count = recv_into(reader.writable())
+                count = recv_into(reader.writable(), deadline)
             except BlockingIOError as e:
                 raise TransportTimeoutError("sent nothing for too long", peer=str(self.peer)) from e
             except OSError as e:
@@ -142,28 +117,25 @@ class Connection:
             PeerClosedError: The peer is gone. TransportTimeoutError: it took nothing for too long.
                 Either way the connection is closed, since a partial frame may be out.
         """
-        self._send(pieces, 0)
+        self._send(self.stream.send_pieces, pieces)
 
     def send_now(self, pieces: Sequence[Buffer]) -> Sequence[Buffer]:
-        """Send what the socket takes at once and return the rest, which must leave next.
+        """Send what the stream takes at once and return the rest, which must leave next.
 
         For the one caller that owns the order of the frames (see `Outbox`); raises as `send`.
         """
-        return self._send(pieces, socket.MSG_DONTWAIT)
+        return self._send(self.stream.try_send, pieces)
 
-    def _send(self, pieces: Sequence[Buffer], flags: int) -> Sequence[Buffer]:
+    def _send(self, way: Callable[[Sequence[Buffer]], T], pieces: Sequence[Buffer]) -> T:
         with self._send_lock:
             self._sending = True
             try:
                 if self._closed:
                     raise PeerClosedError("connection is closed", peer=str(self.peer))
-                while pieces:
-                    pieces = _after(pieces, self._sock.sendmsg(pieces[:_IOV_MAX], [], flags))
+                return way(pieces)
             except BlockingIOError as e:
-                if not flags & socket.MSG_DONTWAIT:
-                    self.close()
-                    what = "took no data for too long"
-                    raise TransportTimeoutError(what, peer=str(self.peer)) from e
+                self.close()
+                raise TransportTimeoutError("took no data for too long", peer=str(self.peer)) from e
             except OSError as e:
                 self.close()
                 raise PeerClosedError(f"connection lost: {e.strerror}", peer=str(self.peer)) from e
@@ -171,7 +143,6 @@ class Connection:
                 self._sending = False
                 if self._closed:
                     self._release()
-        return pieces
 
     @property
     def closed(self) -> bool:
@@ -184,7 +155,7 @@ class Connection:
             if self._closed:
                 return
             self._closed = True
-            shut_down(self._sock)
+            self.stream.shutdown()
         self._release()
 
     def _release(self) -> None:
@@ -197,4 +168,4 @@ class Connection:
         """
         with self._close_lock:
             if not (self.receiving or self._sending):
-                self._sock.close()
+                self.stream.close()

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
-from ds4py.transport.connection import Buffer, Connection
+from ds4py.transport.connection import Connection
 from ds4py.transport.cores import run_on
+from ds4py.transport.stream import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Outbox:
         return not self._waiting and not self._busy
 
     def put(self, pieces: Sequence[Buffer], sent: Sent | None = None) -> None:
-        """Queue one frame, or send at once what the socket takes without waiting.
+        """Queue one frame, or send at once what the stream takes without waiting.
 
         Raises:
             PeerClosedError: The connection is closed.
@@ -99,7 +100,7 @@ class Outbox:
             return True
 
     def _send_or_queue(self, pieces: Sequence[Buffer], sent: Sent | None) -> None:
-        """Send what the socket takes at once; the thread waits for the rest, not the caller."""
+        """Send what the stream takes at once; the thread waits for the rest, not the caller."""
         start = time.monotonic()
         rest = self._connection.send_now(pieces)
         if rest:

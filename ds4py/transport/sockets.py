@@ -1,8 +1,9 @@
 """Open, tune and name TCP sockets.
 
-Owns: socket options (docs/spec/wire-protocol.md 12.1), the connect and retry policy (12.2),
-listeners. Refuses to know: frames. Invariant: a socket that leaves this module is blocking, carries
-the configured options, and knows a numeric name for its peer.
+Owns: socket options (docs/spec/wire-protocol.md#socket-options), the connect and retry policy
+(docs/spec/wire-protocol.md#connecting), listeners. Refuses to know: frames. Invariant: a socket
+that leaves this module is blocking, carries the configured options, and knows a numeric name for
+its peer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _POLL_SECONDS: Final = 0.5
 
 
 def set_options(sock: socket.socket, config: SocketConfig) -> None:
-    """Apply the options of spec 12.1; a system that refuses one is left as it is."""
+    """Apply wire-protocol.md#socket-options; a system that refuses one is left as it is."""
     size = config.buffer_mb << 20
     options = [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -102,7 +103,9 @@ def connect(
     rounds: int = RETRY_ROUNDS,
     stopped: Callable[[], bool] = lambda: False,
 ) -> socket.socket:
-    """Connect to an address, retrying while the other side may still be starting (spec 12.2).
+    """Connect to an address, retrying while the other side may still be starting.
+
+    See docs/spec/wire-protocol.md#connecting.
 
     Args:
         address: Host and port to dial.
@@ -174,12 +177,15 @@ class Listener:
         address: Where to listen; port 0 lets the system choose, an empty host takes all addresses.
         config: Options of accepted sockets.
 
+    Attributes:
+        config: As given.
+
     Raises:
         ConfigError: The address cannot be used; says why and what to do.
     """
 
     def __init__(self, address: Address, config: SocketConfig):
-        self._config = config
+        self.config = config
         self._sock = listen(address)
         self._sock.setblocking(False)  # a caller may be gone again when we accept
         set_options(self._sock, config)
@@ -206,7 +212,7 @@ class Listener:
                     time.sleep(RETRY_PAUSE)
                 continue
             sock.setblocking(True)
-            set_options(sock, self._config)
+            set_options(sock, self.config)
             return sock
         return None
 

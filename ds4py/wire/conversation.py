@@ -1,9 +1,10 @@
 """Who may send which frame when: one table for both sides of a connection.
 
-Owns: the legal orders of frames (spec 1.3, 8.2, 11.1, and those between ds4py peers). Refuses to
-know: bodies, sockets. Invariant: both sides obey the same table; a frame that it does not list is
-our bug when we are about to send it (`LocalProtocolError`) and the peer's when it arrives
-(`RemoteProtocolError`). A refused frame changes nothing.
+Owns: the legal orders of frames (docs/spec/wire-protocol.md#reading-rules, #serving,
+#snapshot-transport, and those between ds4py peers). Refuses to know: bodies, sockets. Invariant:
+both sides obey the same table; a frame that it does not list is our bug when we are about to send
+it (`LocalProtocolError`) and the peer's when it arrives (`RemoteProtocolError`). A refused frame
+changes nothing.
 
 Two parties: the *driver* sends WORK (a coordinator, or the hop before), the *server* answers it (a
 worker). On a control connection the server dialled and introduces itself; on a data connection the

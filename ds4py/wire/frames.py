@@ -1,8 +1,9 @@
 """The 12-byte header and the reader that lends buffers.
 
-Owns: magic, frame types, size limits, and the cutting of a byte stream into frames (spec 1).
-Refuses to know: what stands in a body, where bytes come from. Invariant: the reader never takes a
-byte beyond the current frame, and never allocates for a body that its limits do not allow.
+Owns: magic, frame types, size limits, and the cutting of a byte stream into frames
+(docs/spec/wire-protocol.md#framing). Refuses to know: what stands in a body, where bytes come from.
+Invariant: the reader never takes a byte beyond the current frame, and never allocates for a body
+that its limits do not allow.
 
 Sans-IO, turned around for 256 MiB payloads: not "here are bytes", but "where shall I put the next
 bytes". A socket can then `recv_into` the final place, and nothing is copied in Python.
@@ -25,7 +26,7 @@ MAX_HOST_BYTES: Final = 255
 """Of a host in a frame of ours; a name of the Internet has at most 253."""
 
 MAX_CHUNK_DATA: Final = 8 << 20
-"""Shard bytes in one SNAPSHOT_CHUNK (spec 2.7)."""
+"""Shard bytes in one SNAPSHOT_CHUNK (docs/spec/wire-protocol.md#snapshot-chunk)."""
 
 MAX_HOPS: Final = 64
 """Telemetry records that one RESULT may carry here; the protocol itself has no limit."""
@@ -48,7 +49,7 @@ Allocator = Callable[[int], bytearray | memoryview]
 
 
 class FrameType(IntEnum):
-    """The nine types of the stock protocol (spec 1.2)."""
+    """The nine types of the stock protocol (docs/spec/wire-protocol.md#frame-header)."""
 
     HELLO = 1
     ERROR = 2
@@ -267,7 +268,7 @@ def hello_limits() -> dict[int, int]:
 
 
 def worker_limits(n_ctx: int, hidden_width: int) -> dict[int, int]:
-    """Limits of a worker that serves a connection (spec 1.2).
+    """Limits of a worker that serves a connection (docs/spec/wire-protocol.md#frame-header).
 
     Args:
         n_ctx: The worker's context in tokens.

@@ -1,9 +1,9 @@
-"""HELLO, ERROR, and the one door to encode and decode every message.
+"""Messages of the stock protocol as values, to bytes and back.
 
-Owns: the layout of HELLO and ERROR (spec 2.1, 2.2) and the list of messages. Refuses to know:
-whether the values make sense for a model (`ds4py.peer.validation`). Invariant: `decode` of an
-encoded message equals the message; payloads are views into the frame's buffer on the way in and
-pieces of their own on the way out, never copied.
+Owns: the layout of HELLO and ERROR (docs/spec/wire-protocol.md#hello, #error) and the list of
+messages. Refuses to know: whether the values make sense for a model (that is for whoever receives
+them). Invariant: `decode` of an encoded message equals the message; payloads are views into the
+frame's buffer on the way in and pieces of their own on the way out, never copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rolling hash over a token prefix that travels with each span (spec 4).
+"""The rolling hash over a token prefix that travels with each span (wire-protocol.md#prefix-hash).
 
 Owns: the two constants and the arithmetic. Refuses to know: who compares. Invariant:
 `extend(extend(INIT, a), b) == extend(INIT, a + b)`.

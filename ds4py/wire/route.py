@@ -1,4 +1,4 @@
-"""The hop list and return record inside WORK (spec 5.1, 5.3).
+"""The hop list and return record inside WORK (wire-protocol.md#route-plan, #route-checks).
 
 Owns: the blob's layout and every sub-check of class W-ROUTE, in the order of the spec. Refuses to
 know: whether a hop can be reached. Invariant: decoded entries join without gap or overlap, and
@@ -86,7 +86,8 @@ def decode_route(blob: memoryview, route_count: int, n_layers: int) -> tuple[Hop
         n_layers: Layers of the model.
 
     Raises:
-        RemoteProtocolError: Kind "W-ROUTE", with the first failing check of spec 5.3.
+        RemoteProtocolError: Kind "W-ROUTE", with the first failing check of
+            docs/spec/wire-protocol.md#route-checks.
     """
     return _decode_route(bytes(blob), route_count, n_layers)
 

@@ -1,4 +1,4 @@
-"""The five messages that move a shard of a session's cache (spec 2.5 to 2.8).
+"""Five messages that move a shard of a session's cache (wire-protocol.md#save-request and on).
 
 Owns: their layout, and the token list that they share with WORK. Refuses to know: what stands in a
 shard (`ds4py.snapshot`). Invariant: as in `ds4py.wire.messages`, which is the door to all of them.
@@ -13,6 +13,7 @@ from typing import Final
 
 from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.frames import MAX_CHUNK_DATA, Buffer, FrameType, encode_frame, pack, printable
+from ds4py.wire.work_messages import decode_tokens, encode_tokens
 
 _SAVE: Final = struct.Struct(">IQQQ3I")
 _RECORD: Final = struct.Struct(">IQQQ3IQ3I")
@@ -20,26 +21,9 @@ _CHUNK: Final = struct.Struct(">QI")
 _DONE: Final = struct.Struct(">QII")
 
 
-def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as big-endian u32.
-
-    Raises:
-        LocalProtocolError: An id is not a u32.
-    """
-    try:
-        return struct.pack(f">{len(tokens)}I", *tokens)
-    except struct.error as error:
-        raise LocalProtocolError(f"token ids: expected 0 to 2^32-1 each ({error})") from error
-
-
-def decode_tokens(raw: memoryview) -> tuple[int, ...]:
-    """Return the token ids in `raw`, whose length is a multiple of 4."""
-    return struct.unpack(f">{len(raw) // 4}I", raw)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Ask a worker for its shard of a session; fields as in spec 2.5."""
+    """Ask a worker for its shard of a session; fields as in wire-protocol.md#save-request."""
 
     model_id: int
     session_id: int
@@ -64,7 +48,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRecord:
-    """The fixed 60 bytes that BEGIN and LOAD_BEGIN share, unchecked; fields as in spec 2.6."""
+    """The fixed 60 bytes that BEGIN and LOAD_BEGIN share; see wire-protocol.md#snapshot-begin."""
 
     model_id: int
     session_id: int

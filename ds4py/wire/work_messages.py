@@ -1,26 +1,44 @@
-"""WORK and RESULT: a span goes out, its answer comes back (spec 2.3, 2.4).
+"""WORK and RESULT: a span goes out, its answer comes back (wire-protocol.md#work, #result).
 
-Owns: their layout, what a hop rewrites when it forwards (5.4) and relays (5.6). Refuses to know:
-whether the values make sense for a model (`ds4py.peer.validation`). Invariant: as in
-`ds4py.wire.messages`, which is the door to all messages.
+Owns: their layout, what a hop rewrites when it forwards
+(docs/spec/wire-protocol.md#forwarded-fields) and relays (docs/spec/wire-protocol.md#return-path).
+Refuses to know: whether the values make sense for a model (`ds4py.worker.work_frames` and kin).
+Invariant: as in `ds4py.wire.messages`, which is the door to all messages.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Final, NamedTuple
 
-from ds4py.errors import RemoteProtocolError
+from ds4py.errors import LocalProtocolError, RemoteProtocolError
 from ds4py.wire.frames import MAX_HOPS, Buffer, FrameType, encode_frame, pack, printable, wire_text
 from ds4py.wire.route import HopEntry
-from ds4py.wire.snapshot_messages import decode_tokens, encode_tokens
 
 _WORK: Final = struct.Struct(">IQQQQ11I")
 _RESULT: Final = struct.Struct(">QQ6I")
 _TELEMETRY: Final = struct.Struct(">10I")
 _EMPTY: Final = memoryview(b"")
+
+
+def encode_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as big-endian u32.
+
+    Raises:
+        LocalProtocolError: An id is not a u32.
+    """
+    try:
+        return struct.pack(f">{len(tokens)}I", *tokens)
+    except struct.error as error:
+        raise LocalProtocolError(f"token ids: expected 0 to 2^32-1 each ({error})") from error
+
+
+def decode_tokens(raw: memoryview) -> tuple[int, ...]:
+    """Return the token ids in `raw`, whose length is a multiple of 4."""
+    return struct.unpack(f">{len(raw) // 4}I", raw)
 
 
 class WorkFlags(IntFlag):
@@ -54,7 +72,7 @@ class ResultKind(IntEnum):
 
 
 class WorkHeader(NamedTuple):
-    """The fixed 80 bytes of WORK, unchecked; fields and their order as in spec 2.3."""
+    """The fixed 80 bytes of WORK, unchecked; fields and their order as in wire-protocol.md#work."""
 
     model_id: int
     session_id: int
@@ -198,7 +216,7 @@ class Work:
 
 
 def forwarded(work: Work, next_entry: HopEntry, hidden: memoryview, bits: int) -> Work:
-    """Return the WORK for the next hop (spec 5.4).
+    """Return the WORK for the next hop (docs/spec/wire-protocol.md#forwarded-fields).
 
     Args:
         work: The WORK that this hop was given.
@@ -297,7 +315,7 @@ class Telemetry:
 
 
 class ResultHeader(NamedTuple):
-    """The fixed 40 bytes of RESULT; fields and their order as in spec 2.4."""
+    """The fixed 40 bytes of RESULT; fields and their order as in wire-protocol.md#result."""
 
     request_id: int
     result_hash: int
@@ -379,7 +397,10 @@ class Result:
         return printable(self.payload)
 
     def relayed(self, telemetry: Telemetry) -> Result:
-        """Return the RESULT that goes upstream: one more record, all else untouched (spec 5.6)."""
+        """Return the RESULT that goes upstream: one more record, all else untouched.
+
+        See docs/spec/wire-protocol.md#return-path.
+        """
         return Result(
             request_id=self.request_id,
             result_hash=self.result_hash,
@@ -409,7 +430,9 @@ class Result:
 
 
 class RelayedResult(NamedTuple):
-    """A RESULT on its way upstream, of which a hop reads the header only (spec 5.6).
+    """A RESULT on its way upstream, of which a hop reads the header only.
+
+    See docs/spec/wire-protocol.md#return-path.
 
     Encodes to what `Result.decode(body).relayed(record)` does.
 

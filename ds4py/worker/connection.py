@@ -3,8 +3,8 @@
 Owns: the reader of a control or data connection, the bound on what waits for the device, the
 connections to next hops. Refuses to know: who dialled, how layers are computed. Invariant: each
 WORK gets exactly one RESULT on this connection, and reading stops while `prefetch_depth` spans
-wait, so that back-pressure reaches the sender (docs/spec/wire-protocol.md 8.2). Single tokens hold
-little memory and are to meet in one batch: of these, a whole batch may wait.
+wait, so that back-pressure reaches the sender (docs/spec/wire-protocol.md#serving). Single tokens
+hold little memory and are to meet in one batch: of these, a whole batch may wait.
 """
 
 from __future__ import annotations
@@ -13,23 +13,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Final
 
 from ds4py.config import Address
-from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, SessionId
-from ds4py.errors import (
-    CancelledError,
-    ClusterError,
-    Ds4Error,
-    RemoteProtocolError,
-    TransportError,
-)
+from ds4py.contracts import ForwardOutput, SessionId
+from ds4py.errors import CancelledError, Ds4Error, RemoteProtocolError, TransportError
 from ds4py.peer.liveness import Heartbeat, agreed_timeout
-from ds4py.peer.validation import AcceptedWork, check_work
-from ds4py.stage.executor import DeviceJob
+from ds4py.stage.mailbox import Credits
 from ds4py.stage.scheduler import MAX_BATCH
-from ds4py.stage.session_table import AdmissionRequest, CachedSession
+from ds4py.stage.stage import SessionOwner
 from ds4py.transport.connection import Connection
 from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
@@ -49,17 +42,21 @@ from ds4py.wire.frames import ExtType, Frame, FrameType, type_name
 from ds4py.wire.messages import (
     ErrorText,
     Result,
-    encode,
     error_result,
     forwarded,
 )
-from ds4py.wire.work_messages import RESET_SESSION, RelayedResult
-from ds4py.worker.credits import Credits
+from ds4py.wire.work_messages import RelayedResult
+from ds4py.worker.context import WorkerContext
 from ds4py.worker.forwarder import Forwarder, Forwarders, Outcome
 from ds4py.worker.kv_transfer import ShardService
 from ds4py.worker.profile import profile_stage
-from ds4py.worker.result_frames import final_result, output_kind_of, telemetry_of
-from ds4py.worker.stage import Stage
+from ds4py.worker.work_frames import (
+    AcceptedWork,
+    check_work,
+    final_result,
+    stage_request,
+    telemetry_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,29 +66,12 @@ _POLL_SECONDS: Final = 0.5
 _DIAL_SECONDS: Final = 0.2
 
 
-@dataclass(slots=True)
-class _PendingRequest:
-    """A span on its way through the stage.
-
-    Args:
-        accepted: What was asked for.
-        asked: The same, for its timeline.
-        forwarder: The way to the next hop; None on the last one.
-        cached: The timeline that it continues, once the device was given it.
-    """
-
-    accepted: AcceptedWork
-    asked: AdmissionRequest
-    forwarder: Forwarder | None
-    cached: CachedSession | None = None
-
-
 class DataConnection:
     """Serves one connection.
 
     Args:
         connection: Accepted or dialled; closed at the end.
-        stage: What all connections of the process share.
+        context: What all connections of the process share.
         name: For logs.
         conversation: Where the connection stands; kept by the reader, who leaves out the RESULTs:
             they come from other threads, are matched by request id, and change no state.
@@ -101,35 +81,41 @@ class DataConnection:
     def __init__(
         self,
         connection: Connection,
-        stage: Stage,
+        context: WorkerContext,
         name: str,
         conversation: ProtocolState,
         peer: PeerHello | None = None,
     ):
         self._connection = connection
-        self._stage = stage
+        self._context = context
+        self._stage = context.stage
+        self._owner = SessionOwner(lambda: connection.closed)
         self._name = name
         self._conversation = conversation
-        tuning = stage.tuning
+        tuning = context.tuning
         self._room = Credits(tuning.prefetch_depth + 1 if tuning.prefetch else 1)
         self._token_room = Credits(MAX_BATCH) if tuning.prefetch else self._room
         self._outbox = Outbox(
             connection,
             depth=_RESULT_DEPTH,
             name=f"{name} send",
-            timeout=stage.sockets.send_timeout,
+            timeout=context.sockets.send_timeout,
         )
         self._profile = profile_stage(
-            stage.trace, stage.facts.layers, name, log_decode=tuning.decode_profile
+            context.trace, context.facts.layers, name, log_decode=tuning.decode_profile
         )
         self._patience = float("inf")
         self._forwarders = Forwarders(
             window=tuning.forward_window, dial=self._dial, reply=self._relay
         )
         self._shards = ShardService(
-            connection, self._outbox, conversation, stage=stage, owner=self, name=name
+            connection,
+            self._outbox,
+            conversation,
+            context=context,
+            owner=self._owner,
+            name=name,
         )
-        self._dropped = False
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._unfinished = 0
@@ -156,10 +142,10 @@ class DataConnection:
             log.warning("%s: %s", self._name, e)
         except Exception:  # one connection's bug must not take the others along
             log.exception("%s failed", self._name)
-        self._dropped = True
+        self._owner.leave()  # first: what waits for the device is not begun any more
         self.close()
         self._forwarders.close()
-        self._stage.session_table.disown(self)
+        self._stage.release(self._owner)
         return parting
 
     def close(self) -> None:
@@ -209,21 +195,21 @@ class DataConnection:
             except RemoteProtocolError as e:
                 fault = e
         if fault is not None:
-            self._outbox.put(encode(ErrorText.of("unsupported distributed worker frame")))
+            self._outbox.put(ErrorText.of("unsupported distributed worker frame").encode())
             raise fault
 
     def _greet(self, frame: Frame) -> None:
         """Answer another ds4py's handshake; it decides whether we fit and tells us if not."""
         hello = decode_peer_hello(frame.body)
         self._conversation.sent(ExtType.HELLO)
-        self._outbox.put(encode_peer_hello(self._stage.hello))
+        self._outbox.put(encode_peer_hello(self._context.hello))
         self._meet(hello)
 
     def _meet(self, peer: PeerHello) -> None:
         """Take note of who the peer is, and watch it if it wants that."""
         self._patience = _DIAL_SECONDS
-        self._stage.known_peers.meet(f"{peer.role} {self._connection.peer.host}", peer)
-        timeout = agreed_timeout(self._stage.hello.alive_timeout, peer.alive_timeout)
+        self._context.known_peers.meet(f"{peer.role} {self._connection.peer.host}", peer)
+        timeout = agreed_timeout(self._context.hello.alive_timeout, peer.alive_timeout)
         if timeout is not None:
             self._heartbeat = Heartbeat(self._connection, self._outbox, timeout, self._silent)
 
@@ -237,32 +223,31 @@ class DataConnection:
             case Alive():
                 pass  # its arrival was all
             case Cancel(session_id, last_request):
-                self._stage.aborted.mark(SessionId(session_id), last_request)
+                self._stage.abort(SessionId(session_id), last_request)
             case Drop(session_id):
-                self._stage.drop(SessionId(session_id))
+                self._stage.end(SessionId(session_id))
             case HopLost(host, port):
-                self._stage.hop_lost(Address(host, port))
+                self._context.hop_lost(Address(host, port))
             case Fork() as fork:
                 self._fork(fork)
 
     def _fork(self, fork: Fork) -> None:
         """Copy the prefix of a session once what waits of the other one for the device is done."""
+        source, target = SessionId(fork.session_from), SessionId(fork.session_to)
+        self._stage.copy_prefix(
+            source, target, fork.n_tokens, fork.prefix_hash, self._owner
+        ).add_done_callback(self._copied)
 
-        def copy(_: ModelRunner) -> None:
-            try:
-                self._stage.copy_prefix(fork, self)
-            except Ds4Error as e:  # the span that continues it is refused as well
-                log.debug("%s: the head of a session is not copied: %s", self._name, e)
-            if self._dropped:  # it came to be ours after our sessions were given up
-                self._stage.session_table.disown(self)
-
-        self._stage.device.post(copy, session=SessionId(fork.session_to))
+    def _copied(self, copy: Future[None]) -> None:
+        error = copy.exception()
+        if error is not None:  # the span that continues it is refused as well
+            log.debug("%s: the head of a session is not copied: %s", self._name, error)
 
     def _work(self, frame: Frame) -> None:
-        verdict = check_work(frame.body, self._stage.facts)
+        verdict = check_work(frame.body, self._context.facts)
         if not isinstance(verdict, AcceptedWork):
             log.warning("%s: refused a span: %s", self._name, verdict.text)
-            self._outbox.put(encode(error_result(verdict.request_id, verdict.text)))
+            self._outbox.put(error_result(verdict.request_id, verdict.text).encode())
             return
         if self._profile is not None:
             self._profile.arrived(verdict.work)
@@ -273,24 +258,8 @@ class DataConnection:
                 return
         with self._lock:
             self._unfinished += 1
-        work = verdict.work
-        asked = AdmissionRequest(
-            session=SessionId(work.session_id),
-            tokens=work.tokens,
-            pos0=work.pos0,
-            prefix_hash=work.prefix_hash,
-            result_hash=work.result_hash,
-            reset=bool(int(work.flags) & RESET_SESSION),
-        )
-        pending = _PendingRequest(verdict, asked, forwarder)
-        self._stage.device.submit(
-            DeviceJob(
-                asked.session,
-                lambda: self._admit(verdict, asked),
-                lambda result: self._finish(pending, result),
-                is_decode=work.n_tokens == 1,
-                queued=lambda: self._queued(pending),
-            )
+        self._stage.submit(stage_request(verdict), self._owner).add_done_callback(
+            lambda output: self._finish(verdict, forwarder, output)
         )
 
     def _forwarder(self, accepted: AcceptedWork) -> Forwarder | None:
@@ -309,62 +278,26 @@ class DataConnection:
         lost; then the coordinator finds another, or waits better than we can.
         """
         end = time.monotonic() + self._patience
-        return self._stage.dial(address, lambda: stopped() or time.monotonic() >= end)
+        return self._context.dial(address, lambda: stopped() or time.monotonic() >= end)
 
-    def _admit(self, accepted: AcceptedWork, asked: AdmissionRequest) -> ForwardRequest:
-        """Check the session on the device thread and prepare its caches."""
-        if self._dropped:
-            raise CancelledError("the connection that asked is gone")
-        if self._stage.aborted.covers(asked.session, accepted.work.request_id):
-            raise CancelledError("cancelled")
-        runner = self._stage.device.runner
-        admission = self._stage.session_table.admit(asked, self)
-        if admission.evict is not None:
-            runner.drop(admission.evict)
-        if admission.rewind_to is not None:
-            runner.rewind(asked.session, admission.rewind_to)
-        end = asked.pos0 + len(asked.tokens)
-        self._stage.with_room(lambda: runner.reserve(asked.session, end), (asked.session,))
-        if self._profile is not None:
-            self._profile.started(accepted.work.request_id)
-        return ForwardRequest(
-            session=asked.session,
-            tokens=asked.tokens,
-            pos0=asked.pos0,
-            hidden=accepted.hidden,
-            reset=admission.reset,
-            output_kind=output_kind_of(accepted),
-            reply_bits=accepted.work.bits,
-        )
-
-    def _queued(self, pending: _PendingRequest) -> None:
-        """Record that the device was given a span, on its thread: the next one may follow."""
-        stage, session = self._stage, pending.asked.session
-        pending.cached = stage.session_table.commit(pending.asked)
-        if stage.session_table.get(session) is None:  # given up since the span was admitted
-            stage.device.runner.drop(session)
-
-    def _finish(self, pending: _PendingRequest, output: ForwardOutput | Ds4Error) -> None:
-        """Record what the device did and send it on its way, on the device thread."""
-        accepted, asked, forwarder = pending.accepted, pending.asked, pending.forwarder
-        if (
-            isinstance(output, ForwardOutput)
-            and pending.cached is not None
-            and not pending.cached.valid
-        ):
-            output = ClusterError("an earlier span of the session failed")
+    def _finish(
+        self, accepted: AcceptedWork, forwarder: Forwarder | None, done: Future[ForwardOutput]
+    ) -> None:
+        """Send what the stage made of a span on its way, on the device thread."""
+        error = done.exception()
+        request_id = accepted.work.request_id
         try:
             if self._profile is not None:
-                request, goes_on = accepted.work.request_id, forwarder is not None
-                self._profile.evaluated(request, output, forwarded=goes_on)
-            if isinstance(output, ForwardOutput):
-                self._deliver(accepted, forwarder, output)
+                computed = None if error is not None else done.result()
+                self._profile.evaluated(request_id, computed, forwarded=forwarder is not None)
+            if error is None:
+                self._deliver(accepted, forwarder, done.result())
             else:
-                self._stage.session_table.evaluation_failed(asked, output, pending.cached)
-                level = logging.DEBUG if isinstance(output, CancelledError) else logging.WARNING
-                log.log(level, "%s: span at %d failed: %s", self._name, asked.pos0, output)
-                refusal = error_result(accepted.work.request_id, str(output))
-                self._outbox.put(encode(refusal), lambda _: self._answered(accepted))
+                level = logging.DEBUG if isinstance(error, CancelledError) else logging.WARNING
+                pos0 = accepted.work.pos0
+                log.log(level, "%s: span at %d failed: %s", self._name, pos0, error)
+                refusal = error_result(request_id, str(error))
+                self._outbox.put(refusal.encode(), lambda _: self._answered(accepted))
         except TransportError as e:
             log.debug("%s: result not delivered: %s", self._name, e)
             self._answered(accepted)
@@ -372,8 +305,6 @@ class DataConnection:
             log.exception("%s: result not delivered", self._name)
             self._answered(accepted)
             self._connection.close()
-        if self._dropped:  # it was admitted for us after our sessions were given up
-            self._stage.session_table.disown(self)
 
     def _room_for(self, accepted: AcceptedWork) -> Credits:
         return self._token_room if len(accepted.work.tokens) == 1 else self._room
@@ -405,7 +336,7 @@ class DataConnection:
         work, telemetry = accepted.work, telemetry_of(accepted, output)
         if forwarder is None:
             result = final_result(accepted, output, telemetry)
-            self._outbox.put(encode(result), lambda _: self._answered(accepted))
+            self._outbox.put(result.encode(), lambda _: self._answered(accepted))
             return
         assert output.hidden is not None
         assert accepted.next_entry is not None

@@ -1,9 +1,10 @@
 """A worker's connection to the next hop: spans down, results back up.
 
 Owns: one downstream connection per (upstream, next host, next port), its window of unanswered
-requests and the relay thread (docs/spec/wire-protocol.md 5.5, 5.6). Refuses to know: layers,
-tokens, sessions. Invariant: every span given to `forward` gets exactly one RESULT upstream, a lost
-next hop never takes the upstream connection with it, and anyone who calls `forward` never waits.
+requests and the relay thread (docs/spec/wire-protocol.md#worker-links, #return-path). Refuses to
+know: layers, tokens, sessions. Invariant: every span given to `forward` gets exactly one RESULT
+upstream, a lost next hop never takes the upstream connection with it, and anyone who calls
+`forward` never waits.
 
 These connections speak the plain protocol, also between ds4py peers: the coordinator, which knows
 every stage, tells of losses and cancelled requests.
@@ -22,9 +23,10 @@ from typing import Final
 from ds4py.config import Address
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
 from ds4py.stage.scheduler import MAX_BATCH
-from ds4py.transport.connection import Buffer, Connection
+from ds4py.transport.connection import Connection
 from ds4py.transport.cores import run_on
 from ds4py.transport.outbox import Outbox
+from ds4py.transport.stream import Buffer
 from ds4py.wire.frames import Frame, FrameType, type_name
 from ds4py.wire.messages import Result, Telemetry, Work, encode, error_result
 from ds4py.wire.work_messages import RelayedResult, ResultHeader
@@ -202,7 +204,9 @@ class Forwarder:
             downstream.connection.close()  # its relay thread answers what is pending
 
     def relay(self, frame: Frame) -> None:
-        """Send a next hop's RESULT upstream with our record appended (spec 5.6).
+        """Send a next hop's RESULT upstream with our record appended.
+
+        See docs/spec/wire-protocol.md#return-path.
 
         Raises:
             RemoteProtocolError: It is no RESULT, or answers nothing that was forwarded.

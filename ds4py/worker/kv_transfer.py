@@ -1,9 +1,9 @@
 """A worker hands out its shard of a session, or takes one.
 
-Owns: the checks of docs/spec/wire-protocol.md 2.5 and 2.6, what a peer is answered and whether its
-connection goes on. Refuses to know: what stands in a shard, other connections. Invariant: a stream
-that ends in the middle changes nothing; a shard that was taken whole either replaces the session or
-ends it.
+Owns: the checks of docs/spec/wire-protocol.md#save-request, #snapshot-begin, what a peer is
+answered and whether its connection goes on. Refuses to know: what stands in a shard, other
+connections. Invariant: a stream that ends in the middle changes nothing; a shard that was taken
+whole either replaces the session or ends it.
 
 All of it runs on the reader of the connection, which therefore reads no spans meanwhile; only
 copying from and to the caches runs on the device thread, behind the spans that came before.
@@ -14,14 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Final
 
-from ds4py.contracts import ModelRunner, SessionId
+from ds4py.contracts import SessionId
 from ds4py.errors import (
-    CancelledError,
     CapacityError,
     Ds4Error,
     PeerClosedError,
@@ -32,13 +31,12 @@ from ds4py.errors import (
 from ds4py.peer.shard_transfer import (
     GRACE_SECONDS,
     Arrival,
-    saved_sizes,
     time_limit,
     transfer_seconds,
 )
-from ds4py.peer.validation import Faults, WorkerFacts
-from ds4py.snapshot import shard_sizes
-from ds4py.stage.session_table import CachedSession
+from ds4py.snapshot import saved_sizes, shard_sizes
+from ds4py.stage.executor import wait_for
+from ds4py.stage.stage import SessionOwner
 from ds4py.transport.connection import Connection
 from ds4py.transport.outbox import Outbox
 from ds4py.wire.conversation import ProtocolState
@@ -53,7 +51,8 @@ from ds4py.wire.messages import (
     encode_chunks,
 )
 from ds4py.wire.prefix_hash import prefix_hash
-from ds4py.worker.stage import MAX_TRANSFERS, Stage
+from ds4py.worker.context import MAX_TRANSFERS, WorkerContext
+from ds4py.worker.work_frames import Faults, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class ShardService:
         connection: Read here while a shard arrives.
         outbox: Its only way out.
         conversation: Where the connection stands; the request is noted already.
-        stage: What all connections of the worker share.
+        context: What all connections of the worker share.
         owner: Of the sessions that are loaded.
         name: For logs.
     """
@@ -80,14 +79,15 @@ class ShardService:
         outbox: Outbox,
         conversation: ProtocolState,
         *,
-        stage: Stage,
-        owner: Hashable,
+        context: WorkerContext,
+        owner: SessionOwner,
         name: str,
     ):
         self._connection = connection
         self._outbox = outbox
         self._conversation = conversation
-        self._stage = stage
+        self._context = context
+        self._stage = context.stage
         self._owner = owner
         self._name = name
 
@@ -100,7 +100,7 @@ class ShardService:
         request: SaveRequest | None = None
         try:
             request = SaveRequest.decode(frame.body)
-            _raise_first(_save_faults(request, self._stage.facts))
+            _raise_first(_save_faults(request, self._context.facts))
             with self._permit():
                 self._send_shard(request, self._copy(request))
         except TransportError:
@@ -122,7 +122,7 @@ class ShardService:
         refusal: Ds4Error | None = None
         try:
             begin = LoadBegin.from_body(record, frame.body)
-            _raise_first(_load_faults(begin, self._stage.facts))
+            _raise_first(_load_faults(begin, self._context.facts))
             with self._permit():
                 self._receive(begin, arrival)
                 self._replace(begin, arrival.payload)
@@ -142,13 +142,9 @@ class ShardService:
 
     def _copy(self, request: SaveRequest) -> list[memoryview]:
         """Copy the shard on the device thread."""
-        session = SessionId(request.session_id)
-
-        def copy(runner: ModelRunner) -> list[memoryview]:
-            _raise_first(_timeline_faults(request, self._stage.session_table.get(session)))
-            return runner.save_cache(session)
-
-        return self._stage.device.call(copy, timeout=_DEVICE_SECONDS, session=session)
+        session, n_tokens = SessionId(request.session_id), request.token_count
+        copy = self._stage.save(session, n_tokens, request.token_hash)
+        return wait_for(copy, _DEVICE_SECONDS)
 
     def _send_shard(self, request: SaveRequest, payload: list[memoryview]) -> None:
         """Send BEGIN, CHUNKs and DONE as one item of the outbox: no RESULT can come between."""
@@ -165,7 +161,7 @@ class ShardService:
     def _begin(
         self, request: SaveRequest | None, *, n_bytes: int = 0, refusal: bytes = b""
     ) -> SnapshotBegin:
-        facts = self._stage.facts
+        facts = self._context.facts
         return SnapshotBegin(
             model_id=facts.model_id,
             session_id=0 if request is None else request.session_id,
@@ -182,7 +178,7 @@ class ShardService:
 
     def _receive(self, begin: LoadBegin, arrival: Arrival) -> None:
         """Read the shard; one that is too short is read as well, so that the connection goes on."""
-        layers, card = self._stage.facts.layers, self._stage.device.runner.card
+        layers, card = self._context.facts.layers, self._stage.card
         expected = shard_sizes(saved_sizes(card), layers, begin.token_count)
         if arrival.n_bytes in expected:
             arrival.take_memory()
@@ -197,30 +193,16 @@ class ShardService:
 
     def _replace(self, begin: LoadBegin, payload: memoryview) -> None:
         """Put the shard in the session's place on the device thread."""
-        session, session_table = SessionId(begin.session_id), self._stage.session_table
-        given_up = threading.Event()
-
-        def replace(runner: ModelRunner) -> None:
-            if given_up.is_set() or self._connection.closed:
-                raise CancelledError("the connection that sent the session is gone")
-            for gone in session_table.reserve_slot(session):
-                runner.drop(gone)
-            self._stage.with_room(
-                lambda: runner.load_cache(session, begin.token_count, payload), (session,)
-            )
-            session_table.insert(session, begin.tokens, begin.token_hash, self._owner)
-
-        try:
-            self._stage.device.call(replace, timeout=_DEVICE_SECONDS, session=session)
-        finally:
-            given_up.set()
+        session = SessionId(begin.session_id)
+        taken = self._stage.load(session, begin.tokens, begin.token_hash, payload, self._owner)
+        wait_for(taken, _DEVICE_SECONDS)
 
     # --- waiting -----------------------------------------------------------------------------
 
     @contextmanager
     def _permit(self) -> Iterator[None]:
         """Wait until few enough shards are in memory."""
-        permits = self._stage.transfers
+        permits = self._context.transfers
         deadline = time.monotonic() + GRACE_SECONDS
         if not self._wait(lambda seconds: permits.acquire(timeout=seconds), deadline):
             raise CapacityError(
@@ -249,7 +231,7 @@ def _raise_first(faults: Faults) -> None:
 
 
 def _save_faults(request: SaveRequest, facts: WorkerFacts) -> Faults:
-    """Row 2 of the table in spec 2.5."""
+    """Row 2 of the table in docs/spec/wire-protocol.md#save-request."""
     asked = (request.model_id, request.layer_start, request.layer_end)
     if asked != (facts.model_id, facts.layers.start, facts.layers.end):
         yield "S-STATE", "snapshot save request does not match worker state"
@@ -257,24 +239,11 @@ def _save_faults(request: SaveRequest, facts: WorkerFacts) -> Faults:
         yield "S-STATE", "snapshot save request does not match worker state"
 
 
-def _timeline_faults(request: SaveRequest, cached: CachedSession | None) -> Faults:
-    """Rows 3 to 5; the rolling hash of a timeline is always that of its tokens."""
-    if cached is None:
-        yield "S-NOSESSION", "worker has no distributed session to snapshot"
-        return
-    if len(cached.tokens) != request.token_count:
-        both = f"worker={len(cached.tokens)} request={request.token_count}"
-        yield "S-COUNT", f"snapshot token count mismatch: {both}"
-    if not cached.valid or cached.hash != request.token_hash:
-        yield "S-HASH", "snapshot token hash mismatch"
-    if not cached.tokens:  # the caches may still hold what was there before a reset
-        yield "S-IO", "worker session has no tokens to snapshot"
-
-
 def _load_faults(begin: LoadBegin, facts: WorkerFacts) -> Faults:
-    """Rows 3 to 5 of the table in spec 2.6.
+    """Rows 3 to 5 of the table in docs/spec/wire-protocol.md#snapshot-begin.
 
-    The whole list of tokens is in our hands, so a bad one leaves nothing unread (15, Q21).
+    The whole list of tokens is in our hands, so a bad one leaves nothing unread
+    (docs/spec/wire-protocol.md#quirks Q21).
     """
     if any(token >= facts.n_vocab for token in begin.tokens):
         yield "L-VOCAB", "snapshot token id is outside the model vocabulary"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ds4py.contracts import ForwardOutput
-from ds4py.errors import Ds4Error
 from ds4py.layer_range import LayerRange
 from ds4py.tracing.events import (
     ChunkRef,
@@ -88,7 +87,7 @@ class _ChunkTimes:
 class StageProfile:
     """Times of the spans of one connection that a worker serves; used from any thread.
 
-    Each span is told of by `arrived`, `started`, `evaluated` and, if it was forwarded, `relayed`,
+    Each span is told of by `arrived`, `evaluated` and, if it was forwarded, `relayed`,
     in this order.
 
     Args:
@@ -113,23 +112,16 @@ class StageProfile:
             ChunkRef(work.session_id, work.request_id, work.pos0, work.n_tokens)
         )
 
-    def started(self, request: int) -> None:
-        """Take note that the device has just begun with a span."""
-        times = self._open.get(request)
-        if times is not None:  # a peer may use the same id twice
-            times.started = now_usec()
-
-    def evaluated(self, request: int, output: ForwardOutput | Ds4Error, *, forwarded: bool) -> None:
-        """Take note that the device is just done with a span, or will not evaluate it."""
+    def evaluated(self, request: int, output: ForwardOutput | None, *, forwarded: bool) -> None:
+        """Take note that the device is just done with a span, or will not evaluate it (None)."""
         times = self._open.get(request)
         if times is None:
             return
-        if isinstance(output, Ds4Error) or not forwarded:
+        if output is None or not forwarded:
             del self._open[request]
-        if isinstance(output, ForwardOutput):
-            # what was started ahead was computed only when the span before it was done
-            times.started = max(times.started, now_usec() - output.eval_usec)
-            times.computed = min(now_usec(), times.started + output.eval_usec)
+        if output is not None:
+            times.computed = now_usec()
+            times.started = max(times.arrived, times.computed - output.eval_usec)
             if not forwarded:
                 self._conclude(times, None)
 

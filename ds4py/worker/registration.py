@@ -1,8 +1,8 @@
 """A worker's way to the coordinator that it dials.
 
 Owns: connecting, the extension handshake and its plain fallback, the HELLO
-(docs/design/protocol-extensions.md, docs/spec/wire-protocol.md 8.1). Refuses to know: when to try
-again, what is served.
+(docs/design/protocol-extensions.md, docs/spec/wire-protocol.md#life-cycle). Refuses to know: when
+to try again, what is served.
 Invariant: a coordinator that knows no extensions sees one connection that it closes, and then
 exactly the stock protocol; with `plain` not even that.
 """
@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ds4py.config import Address, SocketConfig
+from ds4py.config import Address
 from ds4py.errors import ClusterError
 from ds4py.peer.handshake import PlainMemory, ask
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import RETRY_ROUNDS, connect
+from ds4py.transport.connector import Connector
+from ds4py.transport.sockets import RETRY_ROUNDS
 from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.frames import EXT_HELLO, FrameType
@@ -65,7 +66,7 @@ class CoordinatorClient:
     Args:
         address: Where.
         identity: Who we are.
-        sockets: Socket options.
+        connector: Opens the connections.
         stopped: Polled between attempts; True gives up.
     """
 
@@ -73,12 +74,12 @@ class CoordinatorClient:
         self,
         address: Address,
         identity: WorkerIdentity,
-        sockets: SocketConfig,
+        connector: Connector,
         stopped: Callable[[], bool],
     ):
         self._address = address
         self._identity = identity
-        self._sockets = sockets
+        self._connector = connector
         self._stopped = stopped
         self._memory = PlainMemory()
 
@@ -120,8 +121,9 @@ class CoordinatorClient:
         return CoordinatorConnection(connection, conversation, None)
 
     def _connect(self, rounds: int) -> Connection:
-        sock = connect(self._address, self._sockets, rounds=rounds, stopped=self._stopped)
-        return Connection(sock, self._sockets, self._identity.limits)
+        return self._connector.connect(
+            self._address, self._identity.limits, rounds=rounds, stopped=self._stopped
+        )
 
 
 def _extended(connection: Connection, peer: PeerHello) -> CoordinatorConnection:

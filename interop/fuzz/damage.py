@@ -19,7 +19,7 @@ from ds4py.wire.frames import MAGIC
 
 _HEADER: Final = struct.Struct(">4sII")
 _WIDTHS: Final = {"H": 2, "I": 4, "Q": 8}
-_RECORDS: Final = {  # spec C.2 by frame type, then the notices between ds4py peers
+_RECORDS: Final = {  # wire-protocol.md#algorithms; then notices of ds4py peers
     1: "10I",
     3: "IQQQQ11I",
     4: "QQ6I10I",  # and the first record of telemetry

@@ -13,14 +13,15 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 from unittest import mock
 
-from ds4py.config import Address, SocketConfig
+from ds4py.config import Address
 from ds4py.errors import ConnectError
-from ds4py.transport.sockets import connect
+from ds4py.transport.connection import Connection
+from ds4py.transport.connector import Connector
 from ds4py.wire.frames import FrameType
 from ds4py.worker import worker as worker_module
 from interop.fuzz import corpus
@@ -67,14 +68,15 @@ def watch() -> Iterator[list[str]]:
 
 @contextmanager
 def fence(allowed: Collection[Address] = ()) -> Iterator[None]:
-    """Let workers dial these addresses only; all others refuse at once."""
+    """Let workers that are made meanwhile dial these addresses only; all others refuse at once."""
 
-    def dial(address: Address, config: SocketConfig, **_: object) -> socket.socket:
-        if address not in allowed:
-            raise ConnectError("beyond the fence", peer=str(address))
-        return connect(address, config, rounds=1)
+    class Fenced(Connector):
+        def connect(self, address: Address, limits: Mapping[int, int], **_: object) -> Connection:
+            if address not in allowed:
+                raise ConnectError("beyond the fence", peer=str(address))
+            return super().connect(address, limits, rounds=1)
 
-    with mock.patch.object(worker_module, "connect", dial):
+    with mock.patch.object(worker_module, "Connector", Fenced):
         yield
 
 

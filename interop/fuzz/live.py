@@ -28,8 +28,8 @@ import psutil
 
 from ds4py.config import Address
 from ds4py.contracts import ModelRunner, Session
-from ds4py.coordinator.relay import listener as port_module
-from ds4py.coordinator.relay import registration as reception_module
+from ds4py.coordinator.relay.workers import listener as port_module
+from ds4py.coordinator.relay.workers import registration as reception_module
 from ds4py.errors import Ds4Error
 from ds4py.layer_range import LayerRange, whole_model
 from ds4py.transport.sockets import listen

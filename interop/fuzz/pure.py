@@ -15,18 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
+from ds4py.coordinator.relay.answers import AcceptedResult, Awaited, ExpectedResult, check_result
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
 from ds4py.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from ds4py.peer.validation import (
-    AcceptedResult,
-    AcceptedWork,
-    Awaited,
-    CoordinatorFacts,
-    ExpectedResult,
-    WorkerFacts,
-    check_hello,
-    check_result,
-    check_work,
-)
 from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.extensions import decode_notice, decode_peer_hello, encode_peer_hello
 from ds4py.wire.frames import (
@@ -40,6 +31,7 @@ from ds4py.wire.frames import (
     worker_limits,
 )
 from ds4py.wire.messages import Hello, Result, decode, encode
+from ds4py.worker.work_frames import AcceptedWork, WorkerFacts, check_work
 from interop.fuzz import corpus
 from interop.fuzz.damage import (
     TYPES,
@@ -105,7 +97,8 @@ def plain_reading(
 ) -> tuple[list[tuple[int, bytes, bool]], str]:
     """Return (type, body, discarded) of every whole frame, and the class of what ends the stream.
 
-    Written from the text of spec 1.2 and 1.3, and unlike the reader with all bytes at hand.
+    Written from the text of docs/spec/wire-protocol.md#frame-header, #reading-rules, and unlike the
+    reader with all bytes at hand.
     """
     frames: list[tuple[int, bytes, bool]] = []
     at = 0
@@ -197,7 +190,7 @@ class Messages(Target):
         (written,) = cut_frames(b"".join([bytes(piece) for piece in encode(message)]))
         read = bytes(body)
         if kind in self._WITH_TAIL:
-            read = read[: len(written.body)]  # what follows the text is ignored (spec 1.2)
+            read = read[: len(written.body)]  # ignored: wire-protocol.md#frame-header
         assert written == (kind, read, 0), "not the same after writing it"
         return [type(message).__name__]
 

@@ -196,7 +196,7 @@ def _is_sealed(data: bytes) -> bool:
 def _resealed(data: bytes) -> bytes:
     """Return a file whose checksums fit, if it is long enough to have any.
 
-    Written from the text of docs/spec/server-and-cli.md 4.5.
+    Written from the text of docs/spec/server-and-cli.md#kvc.
     """
     if not _is_sealed(data):
         return data

@@ -12,20 +12,18 @@ from dataclasses import fields, is_dataclass
 from random import Random
 from typing import Any, Final
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.errors import RequestError
-from ds4py.server.api.chat.request import ChatRequest, read_chat
-from ds4py.server.api.completions.request import CompletionRequest, read_completion
-from ds4py.server.api.messages.request import MessagesRequest, read_messages
-from ds4py.server.api.options import Options
-from ds4py.server.api.responses.request import ResponsesRequest, read_responses
+from ds4py.server.api.chat.request import read_chat
+from ds4py.server.api.completions.request import read_completion
+from ds4py.server.api.messages.request import read_messages
+from ds4py.server.api.responses.request import read_responses
+from ds4py.server.requests.request import Conversation, GenerationRequest
 from ds4py.text.reasoning import THINK_END
 from interop.fuzz import http_corpus as corpus
 from interop.fuzz.damage import damage_bytes, damage_json
 from interop.fuzz.target import Target
 from tests.unit.text.replies import Reading, read
-
-Read = ChatRequest | CompletionRequest | MessagesRequest | ResponsesRequest
 
 
 class Bodies(Target):
@@ -33,7 +31,7 @@ class Bodies(Target):
 
     name = "bodies"
     bytes_allowed = 256 << 10
-    _READERS: Final[Sequence[Callable[[bytes, SamplingParams], Read]]] = (
+    _READERS: Final[Sequence[Callable[[bytes, ServerConfig], GenerationRequest]]] = (
         read_chat,
         read_completion,
         read_messages,
@@ -50,18 +48,17 @@ class Bodies(Target):
     def _feed(self, data: bytes) -> Sequence[str]:
         reader, body = self._READERS[data[0] % 4 if data else 0], data[1:]
         try:
-            request = reader(body, SamplingParams())
+            request = reader(body, ServerConfig())
         except RequestError as e:
             return [self._refused(e)]
         for text in _texts(request):
             text.encode()  # no half of a surrogate pair: it goes to the tokenizer and back
-        _check_options(request.options)
+        _check_ranges(request)
         if b"\\ud" not in body.lower():  # else some were mended
-            tools = request.toolbox.sources if isinstance(request, ResponsesRequest) else ()
-            tools = request.tools if isinstance(request, ChatRequest | MessagesRequest) else tools
-            for tool in tools:
+            prompt = request.prompt
+            for tool in prompt.tools.sources if isinstance(prompt, Conversation) else ():
                 assert tool.encode() in body, f"{tool!r} is not what the client wrote"
-        return [type(request).__name__]
+        return [reader.__name__]
 
     def _refused(self, error: RequestError) -> str:
         assert error.status == 400, f"status {error.status}"
@@ -83,16 +80,17 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _check_options(options: Options) -> None:
+def _check_ranges(request: GenerationRequest) -> None:
     """Raise unless everything is in the range that its reader promises."""
-    assert options.max_tokens is None or 0 <= options.max_tokens < 1 << 31
-    assert options.thinking_budget is None or 0 <= options.thinking_budget < 1 << 31
-    assert options.n_logprobs is None or 0 <= options.n_logprobs <= 20
-    assert all(options.stop)
-    assert all(token >= 0 and -100 <= bias <= 100 for token, bias in options.logit_bias)
-    assert -2 <= options.presence_penalty <= 2
-    assert -2 <= options.frequency_penalty <= 2
-    sampling = options.sampling
+    assert 0 <= request.max_tokens < 1 << 31
+    assert request.thinking_budget is None or 0 <= request.thinking_budget < 1 << 31
+    assert request.n_logprobs is None or 0 <= request.n_logprobs <= 20
+    assert all(request.stop)
+    if (added := request.logit_bias) is not None:
+        assert all(token >= 0 and -100 <= bias <= 100 for token, bias in added.bias.items())
+        assert -2 <= added.presence_penalty <= 2
+        assert -2 <= added.frequency_penalty <= 2
+    sampling = request.sampling
     factors = (sampling.temperature, sampling.top_p, sampling.min_p)
     assert all(abs(factor) <= 1e6 for factor in factors)
 

@@ -4,8 +4,8 @@ Owns: the processes, their ports and logs. Refuses to know: what answers should 
 wait has a deadline, and no process outlives its cluster.
 
 Coordinators are HTTP servers. One of ds4 refuses requests until its route is complete, and may fail
-one request after it lost a worker (docs/spec/wire-protocol.md 15, Q1, Q5, Q7), so anyone who asks
-tries again, and says how often.
+one request after it lost a worker (docs/spec/wire-protocol.md#quirks Q1, Q5, Q7), so anyone who
+asks tries again, and says how often.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ EXAMPLES: Final = {
     COORDINATOR: f"./ds4-server {_FLAGS[COORDINATOR]}",
     WORKER: f"./ds4 {_FLAGS[WORKER]}",
 }
-"""For ds4, whose flags docs/spec/wire-protocol.md 12.4 lists."""
+"""For ds4, whose flags docs/spec/wire-protocol.md#command-line lists."""
 
 _EXACT: Final = "-t 1 --device cpu --precision f32 --act-quant cpu"
 

@@ -81,7 +81,7 @@ def _forwarded(work: Work, hop: Conversation) -> Work:
 
 
 def _record(work: Work, onward: Work) -> Telemetry:
-    """Return the record that a relay appends (spec 5.6); its times are not compared."""
+    """Return a relay's record (wire-protocol.md#return-path); its times are not compared."""
     return Telemetry(
         layer_start=work.layer_start,
         layer_end=work.layer_end,
@@ -104,21 +104,21 @@ ALLOWED: Final = (
         scenario="",
         live="",
         what="the text of a refusal may go on after the recorded words, with what to do about it",
-        spec="0: nobody parses texts",
+        spec="wire-protocol.md#terms: nobody parses texts",
     ),
     Allowed(
         scenario="",
         live="",
         what="a worker that dials offers extensions first; turned away in silence, as by a C "
         "program, it comes back at once with the recorded protocol",
-        spec="1.3, 2.1 H-TYPE; docs/design/protocol-extensions.md",
+        spec="wire-protocol.md#reading-rules, #hello; docs/design/protocol-extensions.md",
     ),
     Allowed(
         scenario="kv_mismatch_3hop",
         live="worker A",
         what="a worker whose next hop died keeps its upstream connection and its sessions: it does "
         "not register again, and the refusal is the new next hop's, with one record more",
-        spec="14 no. 42 and 61, 15 Q8, 5.6",
+        spec="wire-protocol.md#checklist 42 and 61, #quirks Q8, #return-path",
         amend=_keep_upstream,
     ),
 )

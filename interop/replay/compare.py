@@ -20,7 +20,7 @@ from ds4py.wire.frames import Buffer, printable
 from ds4py.wire.messages import Result, ResultKind, Telemetry, WireMessage, Work
 from interop.replay.recording import N_LAYERS
 
-_SHARD_HEADER_BYTES: Final = 56  # spec 11.3
+_SHARD_HEADER_BYTES: Final = 56  # docs/spec/wire-protocol.md#dsvl
 _RELAY_TIMES: Final = {"downstream_wait_usec", "forward_send_usec"}
 
 

@@ -21,7 +21,7 @@ from ds4py.config import (
 )
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.engine.open import open_runner, read_model
 from ds4py.layer_range import LayerSpec
@@ -105,7 +105,7 @@ class LiveCoordinator:
         runner = open_runner(self._engine, self._config.layers, want_head=True)
         coordinator = Coordinator(card, n_ctx, self._config, SOCKETS, local=runner)
         self._stack.callback(coordinator.close)
-        port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+        port = coordinator_port(Listener(ANY_PORT, SOCKETS), coordinator)
         self._stack.callback(port.close)
         port.start()
         coordinator.start()

@@ -18,7 +18,6 @@ from typing import Final
 from ds4py.activations import F32
 from ds4py.config import Address
 from ds4py.errors import Ds4Error, PeerClosedError
-from ds4py.transport.connection import Connection
 from ds4py.transport.sockets import connect
 from ds4py.wire.frames import EXT_HELLO, HEADER_BYTES
 from ds4py.wire.messages import ErrorText, Hello, Result, WireMessage, Work, decode, encode
@@ -36,6 +35,7 @@ from interop.replay.names import Names
 from interop.replay.recording import COORDINATOR, LIMITS, Conversation, Scenario
 from interop.replay.script import script
 from interop.replay.steps import Answer, Ask, HangUp, Hear, HungUp, Open, Say, Start, Step, Stop
+from tests.sockets import frames_over
 
 _MOMENT: Final = 0.05
 
@@ -99,7 +99,7 @@ class _Line:
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
-        self.connection = Connection(sock, SOCKETS, LIMITS)
+        self.connection = frames_over(sock, LIMITS)
 
     def receive(self) -> WireMessage | None:
         """Return the next message; None at the end of the stream."""
@@ -255,7 +255,7 @@ class _Stage:
             raise _EndedError
 
     def _check_window(self, talk: Conversation, where: str) -> None:
-        """Check that a coordinator whose window is full (spec 7.3) waits for an answer."""
+        """Check that a full window (wire-protocol.md#pipelined-prefill) waits for an answer."""
         window = max(2, min(8, len(self._scenario.worker_layers) + 2))
         if self._in_flight[talk] >= window and self._lines[talk].has_more():
             self._report.differ(where, "spans in flight", f"at most {window}", "more")

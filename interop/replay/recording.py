@@ -143,7 +143,10 @@ class Scenario:
 
     @property
     def own_cache(self) -> slice:
-        """Bytes of `saved` that hold the cache of the coordinator's own layers (spec 11.2)."""
+        """Bytes of `saved` that hold the cache of the coordinator's own layers.
+
+        See docs/spec/wire-protocol.md#dsv4.
+        """
         n_tokens = n_remote = 0
         for talk in self.conversations:
             request = talk.frames[0].message

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from ds4py.coordinator import session
+from ds4py.coordinator import chunk_planner
 from ds4py.wire.messages import (
     ErrorText,
     Hello,
@@ -264,13 +264,13 @@ def test_a_worker_with_another_context_or_slice_is_caught() -> None:
 
 
 def test_a_coordinator_with_too_much_in_flight_is_caught(monkeypatch) -> None:
-    monkeypatch.setattr(session, "window_size", lambda *_: 5)
+    monkeypatch.setattr(chunk_planner, "window_size", lambda *_: 5)
     found = differences("prefill_3hop_32", COORDINATOR)
     assert found == "ctlA-0 Result 0x1: spans in flight: expected at most 4, got more"
 
 
 def test_a_coordinator_that_waits_too_early_is_caught(monkeypatch, hasty) -> None:
-    monkeypatch.setattr(session, "window_size", lambda *_: 2)
+    monkeypatch.setattr(chunk_planner, "window_size", lambda *_: 2)
     assert "ctlA-0 Work 0x3: event" in differences("prefill_3hop_32", COORDINATOR)
 
 

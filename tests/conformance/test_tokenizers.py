@@ -71,7 +71,6 @@ def test_the_real_chat_template_opens_the_assistants_turn() -> None:
         tokenizer = load_tokenizer(file.metadata)
         chat = ChatTemplate.from_metadata(file.metadata, tokenizer)
     text = chat.render([{"role": "user", "content": "Hi"}])
-    assert not chat.is_fallback
     assert text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

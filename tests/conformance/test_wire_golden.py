@@ -8,21 +8,16 @@ import numpy as np
 import pytest
 
 from ds4py import activations
-from ds4py.errors import RemoteProtocolError
-from ds4py.layer_range import LayerRange
-from ds4py.peer.validation import (
+from ds4py.coordinator.relay.answers import (
     AcceptedResult,
-    AcceptedWork,
     Awaited,
-    CoordinatorFacts,
     ExpectedResult,
     FailedResult,
-    RefusedWork,
-    WorkerFacts,
-    check_hello,
     check_result,
-    check_work,
 )
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
+from ds4py.errors import RemoteProtocolError
+from ds4py.layer_range import LayerRange
 from ds4py.wire.conversation import ProtocolState, Role
 from ds4py.wire.frames import (
     FrameReader,
@@ -48,6 +43,7 @@ from ds4py.wire.messages import (
 )
 from ds4py.wire.prefix_hash import prefix_hash
 from ds4py.wire.route import decode_route, encode_route
+from ds4py.worker.work_frames import AcceptedWork, RefusedWork, WorkerFacts, check_work
 from tests import golden
 from tests.strategies import attempt, feed, joined, read_frames
 
@@ -447,7 +443,7 @@ def test_all_recorded_requests_are_covered():
     assert {case["name"] for case in WORKER_CASES} >= BEHIND
 
 
-# --- appendix A of the specification ------------------------------------------------------------
+# --- wire-protocol.md#example-frames --------------------------------------------------------------
 
 SPEC = Path(__file__).parents[2] / "docs/spec/wire-protocol.md"
 EXAMPLES = {

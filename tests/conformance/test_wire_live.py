@@ -3,7 +3,6 @@ status, same request id, and the connection survives exactly where the C program
 
 from __future__ import annotations
 
-import functools
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import pytest
 from ds4py.config import Address, CoordinatorConfig
 from ds4py.contracts import ModelCard
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.layer_range import LayerRange
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import (
@@ -25,7 +24,7 @@ from ds4py.wire.frames import (
 from ds4py.wire.messages import ErrorText, Result, decode
 from ds4py.worker import worker as worker_module
 from tests import golden
-from tests.clusters import SOCKETS, start_worker, wait_until
+from tests.clusters import SOCKETS, registered, start_worker, wait_until
 from tests.fake_runner import FakeRunner
 from tests.sockets import read_to_end
 
@@ -60,7 +59,7 @@ def request_of(case) -> bytes:
 
 @contextmanager
 def live_worker(case, monkeypatch) -> Iterator[Address]:
-    monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=2))
+    monkeypatch.setattr(worker_module, "NEXT_HOP_ROUNDS", 2)
     last = case["target"].startswith("worker B")
     layers = LayerRange(4, 5, has_output=True) if last else LayerRange(2, 3)
     worker = start_worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL))
@@ -74,7 +73,7 @@ def live_worker(case, monkeypatch) -> Iterator[Address]:
 def live_coordinator() -> Iterator[tuple[Coordinator, Address]]:
     local = FakeRunner(LayerRange(0, 1), n_ctx=N_CTX, identity=MODEL)
     coordinator = Coordinator(MODEL, N_CTX, CoordinatorConfig(), SOCKETS, local=local)
-    port = ProtocolDemux(Listener(Address("127.0.0.1", 0), SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(Address("127.0.0.1", 0), SOCKETS), coordinator)
     port.start()
     try:
         yield coordinator, port.address
@@ -147,9 +146,9 @@ def test_a_live_coordinator_answers_like_the_recorded_one(case) -> None:
             assert decode(frame).text.startswith(recorded["message"])
         if case["closed_by_peer"]:
             assert read_to_end(sock) == b""
-            assert not coordinator._registry.records
+            assert not registered(coordinator)
         else:
-            wait_until(lambda: len(coordinator._registry.records) == 1, "it is registered")
+            wait_until(lambda: len(registered(coordinator)) == 1, "it is registered")
             sock.settimeout(0.05)
             with pytest.raises(TimeoutError):
                 sock.recv(1)

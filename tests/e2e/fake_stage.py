@@ -22,6 +22,7 @@ import threading
 from ds4py.config import Address
 from ds4py.contracts import ForwardOutput, ForwardRequest
 from ds4py.errors import ModelError
+from ds4py.stage.executor import wait_for
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
 from tests.clusters import span, start_worker
@@ -89,9 +90,9 @@ def main(layers: str, port: str, coordinator: str | None = None) -> None:
 
 
 def forget(worker: Worker) -> None:
-    for session in list(worker._stage.session_table._sessions):
-        worker._stage.drop(session)
-    worker._stage.device.call(lambda runner: say("forgot"), timeout=20)
+    for session in list(worker.stage.sessions._sessions):
+        worker.stage.end(session)
+    wait_for(worker.stage.device.ask(lambda runner: say("forgot")), 20)
 
 
 if __name__ == "__main__":

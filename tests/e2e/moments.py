@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ds4py.contracts import Session
-from ds4py.coordinator.relay import dialer as dialer_module
+from ds4py.coordinator.relay.workers import dialer as dialer_module
 from ds4py.wire.frames import FrameType
 from tests.clusters import wait_until
 from tests.e2e.phases import Fleet, Stage, fleet, greedy, truth

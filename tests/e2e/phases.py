@@ -24,11 +24,12 @@ import psutil
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry
 from ds4py.contracts import Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
-from ds4py.coordinator.relay.registry import LinkId
+from ds4py.coordinator.relay.workers.listener import coordinator_port
+from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.coordinator.session_pool import SessionPool
+from ds4py.transport.acceptor import Acceptor
 from ds4py.transport.sockets import Listener
-from tests.clusters import ANY_PORT, SOCKETS, span, wait_until
+from tests.clusters import ANY_PORT, SOCKETS, registered, span, wait_until
 from tests.fake_runner import FakeRunner, card, reference_logits
 from tests.processes import environment
 from tests.sockets import read_exactly
@@ -299,7 +300,7 @@ class Fleet:
 
     coordinator: Coordinator
     backend: SessionPool
-    port: ProtocolDemux
+    port: Acceptor
     stages: list[Stage]
     doors: list[Door]
 
@@ -311,7 +312,7 @@ class Fleet:
 
     def links(self) -> dict[int, LinkId]:
         """Connections of the coordinator by the first layer behind them."""
-        return {r.layers.start: r.link for r in self.coordinator._registry.records}
+        return {r.layers.start: r.link for r in registered(self.coordinator)}
 
     def wait_new_link(self, old: LinkId) -> None:
         """Wait until all stages are known again, one of them over another connection."""
@@ -323,7 +324,7 @@ class Fleet:
         wait_until(is_back, "the stage is back")
 
     def wait_known(self, n_stages: int) -> None:
-        registry = self.coordinator._registry
+        registry = self.coordinator.workers.registry
         wait_until(lambda: len(registry.records) == n_stages, f"{n_stages} stages are known")
 
 
@@ -359,7 +360,7 @@ def fleet(
         own = None if local is None else FakeRunner(span(local))
         coordinator = Coordinator(card(), N_CTX, built, SOCKETS, local=own)
         stack.callback(coordinator.close)
-        port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+        port = coordinator_port(Listener(ANY_PORT, SOCKETS), coordinator)
         stack.callback(port.close)
         port.start()
         made = Fleet(coordinator, SessionPool(coordinator, 1), port, stages, ways)

@@ -171,9 +171,7 @@ def coordinator(
     with (
         open_listeners(built, front, sockets) as listeners,
         open_node(engine(model), built, sockets) as node,
-        serve_http(
-            node, listeners, front, sockets, disk=disk and open_disk_cache(*disk, node, "auto")
-        ),
+        serve_http(node, listeners, front, disk=disk and open_disk_cache(*disk, node, "auto")),
     ):
         yield LocalServer(node, listeners.http_addresses[0])
 

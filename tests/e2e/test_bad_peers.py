@@ -41,10 +41,16 @@ import pytest
 
 from ds4py.config import Address, CoordinatorConfig, SocketConfig, WorkerConfig
 from ds4py.contracts import ForwardRequest, OutputKind, Session
-from ds4py.coordinator.relay import listener as port_module
-from ds4py.errors import Ds4Error, RemoteWorkError, TransportError, TransportTimeoutError
+from ds4py.coordinator.relay.workers import listener as port_module
+from ds4py.errors import (
+    Ds4Error,
+    PeerClosedError,
+    RemoteWorkError,
+    TransportError,
+    TransportTimeoutError,
+)
 from ds4py.layer_range import LayerSpec
-from ds4py.transport.sockets import connect, listen, local_address
+from ds4py.transport.sockets import listen, local_address
 from ds4py.wire.frames import FrameType
 from ds4py.wire.messages import Result, ResultKind, encode
 from ds4py.worker import worker as worker_module
@@ -118,9 +124,9 @@ def test_an_answer_that_trickles_in_does_not_stretch_the_patience_for_it() -> No
         asking = Background(lambda: session.sync(PROMPT))
         start = time.monotonic()
         answer = b"".join(map(bytes, encode(logits_for(take_work(peer)))))
-        with suppress(OSError):  # we are given up in the middle
+        with suppress(PeerClosedError):  # we are given up in the middle
             for byte in answer:
-                peer._sock.sendall(bytes([byte]))
+                peer.send([bytes([byte])])
                 time.sleep(0.02)  # 10 s for the whole answer
         with pytest.raises(Ds4Error):
             asking.result()
@@ -162,7 +168,7 @@ def test_a_driver_that_never_reads_is_given_up_after_the_send_deadline() -> None
             with suppress(TransportError):  # it may notice while it still asks
                 for n in range(40):
                     deaf.ask([0] * n, [0], session=1)
-            wait_until(lambda: not w._served, "the deaf driver is given up")
+            wait_until(lambda: w.n_callers == 0, "the deaf driver is given up")
         with driver(w.address, HOP) as other:
             other.connection.expect({FrameType.RESULT: 1 << 24})
             other.check([], [5], session=2)
@@ -255,7 +261,10 @@ def test_a_result_that_is_bigger_than_promised_is_not_used(
 
 
 def test_hidden_states_are_refused_where_nobody_holds_the_head() -> None:
-    """They fit the span, and a coordinator with the head would take them (wire spec 7.6)."""
+    """They fit the span, and a coordinator with the head would take them.
+
+    See docs/spec/wire-protocol.md#decode.
+    """
     with by_hand() as (c, peer, session):
         asking = Background(lambda: session.sync(PROMPT))
         answer = logits_for(take_work(peer))
@@ -283,7 +292,7 @@ def test_the_words_of_a_refusal_are_bounded_and_harmless() -> None:
 def test_a_worker_at_an_unreachable_address_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=2))
+    monkeypatch.setattr(worker_module, "NEXT_HOP_ROUNDS", 2)
     nowhere = refused_port()
     with (
         cluster([], config=QUICK) as c,
@@ -316,7 +325,7 @@ def test_a_route_that_leads_back_to_the_worker_itself_is_refused_by_it() -> None
             for n in range(5):
                 text = d.refused([], [n], reset=True)
                 assert "assigned layers 0:2 but request asked for 3:5" in text
-        wait_until(lambda: not w._served, "the connection to itself has ended as well")
+        wait_until(lambda: w.n_callers == 0, "the connection to itself has ended as well")
         with driver(w.address, entry(span("0-2")), entry(span("3-5"), w.address)) as d:
             assert d.refused([], [5])
 
@@ -396,7 +405,7 @@ def test_a_hundred_drivers_that_come_and_go_leave_a_worker_as_it_was() -> None:
             with driver(w.address, HOP) as d:
                 d.check([], [*PROMPT, n % 97], session=n + 1)
                 d.check([*PROMPT, n % 97], [7], session=n + 1)
-            wait_until(lambda: not w._served, "the driver is gone")
+            wait_until(lambda: w.n_callers == 0, "the driver is gone")
 
         flat_over_rounds(one_round)
 

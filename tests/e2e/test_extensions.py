@@ -78,13 +78,13 @@ def test_a_stopped_worker_is_noticed_and_the_stream_goes_on_exactly(
 
 
 def known(server: LocalServer, n_workers: int) -> None:
-    registry = server.node.coordinator._registry
+    registry = server.node.coordinator.workers.registry
     wait_for(lambda: len(registry.records) == n_workers, f"{n_workers} workers are registered")
 
 
 def used(server: LocalServer) -> list[int]:
     """Data ports of the stages of the route, in order."""
-    found = server.node.coordinator.ensure_route(after_loss=False, cancelled=None)
+    found = server.node.coordinator.ensure_pipeline(after_loss=False, cancelled=None).route
     return [hop.address.port for hop in found.hops]
 
 
@@ -93,7 +93,7 @@ def test_a_stopped_coordinator_loses_its_workers_and_finds_them_again(
 ) -> None:
     """Workers that dial in drop the dead connection and keep everything else."""
     with ExitStack() as stack:
-        inner = stack.enter_context(Launcher(launch._folder / "dial-in"))
+        inner = stack.enter_context(launch.inside("dial-in"))
         server = inner.server(
             *("--dist-role", "coordinator", "--dist-listen", "127.0.0.1:0", "-m", toy),
             *("--precision", "f32", "--dist-alive-timeout", ALIVE_SECONDS),
@@ -142,7 +142,7 @@ def test_what_is_done_of_a_prompt_whose_client_is_gone_is_kept(
 
 def test_plain_programs_work_together_too(launch: Launcher, toy: Path, alone: Alone) -> None:
     with ExitStack() as stack:
-        inner = stack.enter_context(Launcher(launch._folder / "plain"))
+        inner = stack.enter_context(launch.inside("plain"))
         server = inner.server(
             *("--dist-role", "coordinator", "--dist-listen", "127.0.0.1:0", "-m", toy),
             *("--precision", "f32", "--dist-plain"),

@@ -111,7 +111,7 @@ def test_a_full_worker_refuses_with_its_numbers_and_serves_the_others(
     np.testing.assert_allclose(short, alone(reference, text(100)), atol=1e-4)
     # and when somebody leaves there is room again
     first.close()
-    use = lambda: workers[1]._stage.device.runner.kv_use  # noqa: E731
+    use = lambda: workers[1].stage.device.runner.kv_use  # noqa: E731
     wait_until(lambda: len(use().tokens) == 1, "the ended session has given its pages back")
     assert use().used == PAGE
     long = second.sync(text(700)).logits
@@ -221,7 +221,7 @@ def test_one_request_at_a_time_always_finds_room(cuts, local, can_rewind) -> Non
     with cluster(cuts, local=local, n_sessions=6, can_rewind=can_rewind, chunk=4) as c:
         c.wait_ready()
         own = [] if c.coordinator.local is None else [c.coordinator.local.runner]
-        for runner in (*own, *(w._stage.device.runner for w in c.workers)):
+        for runner in (*own, *c.runners):
             runner.kv_budget = 28  # type: ignore[attr-defined]
 
         @settings(max_examples=15, deadline=None)
@@ -246,11 +246,11 @@ def test_sessions_of_a_lost_connection_give_way_without_being_asked(
     coordinator, workers = route
     first, second = session(coordinator, 1), session(coordinator, 2)
     first.sync(other(400, 5))
-    for link in list(coordinator._links.values()):
+    for link in list(coordinator.workers.links.values()):
         link.connection.close()
-    session_table = workers[1]._stage.session_table
+    session_table = workers[1].stage.sessions
     wait_until(lambda: not any(t.owners for t in session_table._sessions.values()), "an orphan")
     wait_until(lambda: coordinator.health().ready, "the route is complete again")
     check(second, other(700, 6), reference)
-    use = workers[1]._stage.device.runner.kv_use  # type: ignore[attr-defined]
+    use = workers[1].stage.device.runner.kv_use  # type: ignore[attr-defined]
     assert use.tokens == (700,)

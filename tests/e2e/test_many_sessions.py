@@ -145,7 +145,7 @@ def two_workers(toy: Path, n_sessions: int) -> Iterator[Node]:
         )
         listeners = stack.enter_context(open_listeners(config, None, SOCKETS))
         built = stack.enter_context(open_node(engine(toy), config, SOCKETS))
-        stack.enter_context(join_cluster(built, listeners, SOCKETS))
+        stack.enter_context(join_cluster(built, listeners))
         wait_until(lambda: built.backend.health().ready, "the route is complete")
         yield built
 
@@ -240,7 +240,7 @@ def test_a_token_waits_for_one_more_chunk_at_most_at_each_stage(stage: int, n_pr
             cluster(["0-2", "3-5"], n_sessions=4, before=stages, chunk=2, window=6)
         )
         c.wait_ready()
-        device = c.workers[stage]._stage.device
+        device = c.workers[stage].stage.device
         decoding = stack.enter_context(c.backend.lease([1]))
         line = [1, 2, 3]
         decoding.sync(line)
@@ -290,7 +290,7 @@ def test_tokens_that_wait_together_are_one_batch_at_every_stage() -> None:
         wait_until(lambda: stages._held is not None, "the stage is to be held")
         long = Background(lambda: prompt.sync(PROMPT))
         holding.result()
-        device = c.workers[0]._stage.device
+        device = c.workers[0].stage.device
         calm = settled(lambda: n_queued(device))
         asking = [Background(lambda s=s: s.eval(50)) for s in sessions]
         wait_until(lambda: n_queued(device) == calm + 3, "all three wait")
@@ -298,7 +298,7 @@ def test_tokens_that_wait_together_are_one_batch_at_every_stage() -> None:
         for call, line in zip(asking, lines, strict=True):
             np.testing.assert_array_equal(call.result(), reference_logits([*line, 50]))
         long.result()
-        assert max(device.runner.batches) == 3  # type: ignore[attr-defined]
+        assert max(c.runners[0].batches) == 3
 
 
 def test_sessions_fill_different_stages_at_the_same_time() -> None:
@@ -317,10 +317,9 @@ def test_sessions_fill_different_stages_at_the_same_time() -> None:
             second.sync([3, 4])
             asking = Background(lambda: first.eval(50))
             assert reached.wait(DEADLINE)
-            n_before = len(c.workers[0]._stage.device.runner.evaluated)  # type: ignore[attr-defined]
+            n_before = len(c.runners[0].evaluated)
             other = Background(lambda: second.eval(51))
-            runner = c.workers[0]._stage.device.runner
-            wait_until(lambda: len(runner.evaluated) > n_before, "the first stage goes on")  # type: ignore[attr-defined]
+            wait_until(lambda: len(c.runners[0].evaluated) > n_before, "the first stage goes on")
             assert not asking.done
             held.set()
             np.testing.assert_array_equal(asking.result(), reference_logits([1, 2, 50]))
@@ -349,7 +348,7 @@ def test_all_sessions_go_on_exactly_after_the_loss_of_a_stage(lost: int) -> None
         wait_until(lambda: len(n_done) > 8, "several decode")
         old = c.workers[lost]
         old.close()
-        c.workers[lost] = start_worker(FakeRunner(old._stage.facts.layers), listen=old.address)
+        c.workers[lost] = start_worker(FakeRunner(c.runners[lost].layers), listen=old.address)
         for call in running:
             call.result()
 
@@ -369,19 +368,19 @@ def test_a_second_connection_that_breaks_costs_its_session_a_replay_and_others_n
         asking = Background(lambda: decoding.eval(7))
         (channels,) = (
             channels
-            for channels in c.coordinator._channels.values()
+            for channels in c.coordinator.workers.channels.values()
             if channels.bulk.carries_chunks
         )
         wait_until(
             lambda: bool(channels._priority and channels._priority._pending), "the token is on it"
         )
-        before = c.coordinator._registry.generation
+        before = c.coordinator.workers.registry.generation
         assert channels._priority is not None
         channels._priority.connection.close()
         stages.go()
         np.testing.assert_array_equal(asking.result(), reference_logits([1, 2, 3, 7]))
         np.testing.assert_array_equal(long.result().logits, reference_logits(PROMPT))
         np.testing.assert_array_equal(idle.eval(8), reference_logits([4, 5, 6, 8]))
-        assert c.coordinator._registry.generation == before
+        assert c.coordinator.workers.registry.generation == before
         chunks = [b for b in stages.begun if b.session == prompt.session_id]
         assert len(chunks) == 2 * len(PROMPT) // 2  # at two stages, each of them once

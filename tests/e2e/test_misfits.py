@@ -60,7 +60,7 @@ def test_a_worker_with_another_model_is_refused_on_both_sides(
 
         wait_for(lambda: said("worker.worker", "worker.connection"), "the worker says why")
         wait_for(
-            lambda: said("coordinator.relay.coordinator", "coordinator.relay.dialer"),
+            lambda: said("coordinator.relay.coordinator", "coordinator.relay.workers.dialer"),
             "the coordinator says why",
         )
         assert server.health()["missing"] == "layers 0-5 and the output head"

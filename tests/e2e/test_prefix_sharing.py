@@ -51,7 +51,7 @@ ROUTES: dict[int, tuple[list[str], str | None]] = {
 def runners(c: Cluster) -> list[FakeRunner]:
     """Every stage's, the coordinator's own first."""
     own = [] if c.coordinator.local is None else [c.coordinator.local.runner]
-    return [*own, *(w._stage.device.runner for w in c.workers)]  # type: ignore[list-item]
+    return [*own, *c.runners]  # type: ignore[list-item]
 
 
 class Patience:
@@ -300,7 +300,7 @@ def node(toy: Path, cuts: Sequence[str], n_sessions: int, *, own: str | None) ->
         )
         listeners = stack.enter_context(open_listeners(config, None, SOCKETS))
         built = stack.enter_context(open_node(engine(toy, n_slots=n_sessions), config, SOCKETS))
-        stack.enter_context(join_cluster(built, listeners, SOCKETS))
+        stack.enter_context(join_cluster(built, listeners))
         wait_until(lambda: built.backend.health().ready, "the route is complete")
         yield built
 
@@ -345,9 +345,10 @@ def test_sessions_of_a_real_model_say_what_each_would_say_alone(toy: Path, cuts,
 
 def older(worker: Worker) -> None:
     """Let a worker be a ds4py of before there were copies: it says so, and takes none."""
-    hello = worker._stage.hello
+    hello = worker._context.hello
     features = tuple(word for word in hello.features if word != FORK)
-    worker._stage = replace(worker._stage, hello=msgspec.structs.replace(hello, features=features))
+    hello = msgspec.structs.replace(hello, features=features)
+    worker._context = replace(worker._context, hello=hello)
 
 
 @contextmanager
@@ -381,9 +382,9 @@ def test_with_a_stage_that_can_not_copy_nothing_is_asked(kinds: tuple[str, str])
         backend = SessionPool(coordinator, 2)
         with backend.lease(FIRST) as first, backend.lease(SECOND) as second:
             check(first, FIRST, 0)
-            first_request = coordinator.next_request_id() + 1
+            first_request = coordinator._context.next_request_id() + 1
             check(second, SECOND, 0)
-            n_requests = coordinator.next_request_id() - first_request
+            n_requests = coordinator._context.next_request_id() - first_request
             assert n_requests == -(-len(SECOND) // 16), "it was tried"
         assert not any(fake.forked for fake in fakes)
 
@@ -404,8 +405,8 @@ def test_what_a_lost_stage_held_is_not_asked_of_the_one_that_replaces_it(lost: i
             old = c.workers[lost]
             old.close()
             wait_until(lambda: not c.coordinator.health().ready, "the loss is known")
-            fresh = FakeRunner(old._stage.facts.layers, n_ctx=N_CTX)
-            c.workers[lost] = start_worker(fresh, listen=old.address)
+            c.runners[lost] = FakeRunner(c.runners[lost].layers, n_ctx=N_CTX)
+            c.workers[lost] = start_worker(c.runners[lost], listen=old.address)
             c.wait_ready()
             check(second, SECOND, 0)
             assert not any(r.forked for r in runners(c))
@@ -424,11 +425,11 @@ def test_a_stage_that_forgot_the_head_costs_a_replay_and_nothing_else(stage, loc
         c.wait_ready()
         with c.backend.lease([]) as first, c.backend.lease([]) as second:
             check(first, FIRST, 0)
-            forgetful = c.workers[stage]._stage
-            forgetful.drop(first.session_id)
-            wait_until(lambda: not len(forgetful.session_table), "it is forgotten")
+            forgetful = c.workers[stage].stage
+            forgetful.end(first.session_id)
+            wait_until(lambda: not len(forgetful.sessions), "it is forgotten")
             check(second, SECOND, 0)
-            assert not c.workers[stage]._stage.device.runner.forked  # type: ignore[attr-defined]
+            assert not c.runners[stage].forked
             np.testing.assert_array_equal(second.eval(9), reference_logits([*SECOND, 9]))
             np.testing.assert_array_equal(first.eval(9), reference_logits([*FIRST, 9]))
 
@@ -443,13 +444,13 @@ def test_a_notice_that_comes_too_late_for_the_replay_too_fails_no_request() -> N
         if work.session == second.session_id and work.pos0 == 48 and not n_disturbed:
             n_disturbed += 1
             for stage in stages:
-                stage._stage.drop(second.session_id)
+                stage.stage.end(second.session_id)
 
     with cluster(["0-2", "3-5"], n_ctx=N_CTX, chunk=16, before=before) as c:
         c.wait_ready()
         with c.backend.lease([]) as first, c.backend.lease([]) as second:
             check(first, FIRST, 0)
             stages += c.workers
-            c.workers[1]._stage.drop(first.session_id)
+            c.workers[1].stage.end(first.session_id)
             check(second, SECOND, 0)
             assert n_disturbed == 1

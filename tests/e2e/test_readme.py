@@ -1,6 +1,6 @@
 """The commands of README.md, run as printed except for hosts, ports and the path of the model.
 
-And of all texts for users: links lead somewhere, flags exist, quoted messages are the code's own.
+And of all texts for users: flags exist, quoted messages are the code's own.
 """
 
 from __future__ import annotations
@@ -100,25 +100,6 @@ def test_the_demo_streams_an_answer_and_shows_every_stage() -> None:
     assert "prefill: " in done.stderr
     for row in (r"coordinator\s+│ none", r"│ 0-14\s+│", r"│ 15-29 \+ head │"):
         assert re.search(row, done.stdout), done.stdout
-
-
-@pytest.mark.parametrize("path", FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"\w+:", link):
-            continue
-        name, _, anchor = link.partition("#")
-        target = path.parent / name if name else path
-        assert target.exists(), link
-        if anchor:
-            assert anchor in anchors(target), link
-
-
-def anchors(path: Path) -> set[str]:
-    """The names of a text's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -113,7 +113,7 @@ def test_a_mismatch_in_a_pipelined_prefill_is_drained_and_replayed(
         links = f.links()
         assert greedy(session, PROMPT, N_TOKENS) == ANSWER
         assert f.links() == links
-        assert not any(link._pending for link in f.coordinator._links.values())
+        assert not any(link._pending for link in f.coordinator.workers.links.values())
 
 
 @pytest.mark.parametrize("hop", [0, 1])
@@ -129,7 +129,7 @@ def test_replies_are_matched_by_id_when_an_error_overtakes_results(
         asking = Background(lambda: greedy(session, PROMPT, N_TOKENS))
         pool[2].wait("held 1")
         pool[hop].wait("refused 5")
-        (first,) = (link for link in f.coordinator._links.values() if link._pending)
+        (first,) = (link for link in f.coordinator.workers.links.values() if link._pending)
         wait_until(
             lambda: {2, 3} <= first._pending.keys() and 4 not in first._pending, "it is back"
         )

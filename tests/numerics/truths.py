@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ds4py.gguf.write import TensorSource, save_gguf
 from tests import golden
 from tests.unit.models.decoder_reference import ReferenceDecoder
 from tests.unit.models.deepseek4_reference import Reference
 from tests.unit.models.llama_reference import ReferenceLlama
 from tools import toy_decoder, toy_llama
+from tools.gguf_writer import TensorSource, save_gguf
 from tools.toy_weights import Weights
 
 F32 = npt.NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""The reference codec of hidden states: table 9.6, monotone, stable, sized as promised."""
+"""The reference codec of hidden states: wire-protocol.md#worked-examples, monotone, stable."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ from ds4py.errors import ModelError
 from tests.golden import load_npz
 from tests.strategies import float32s
 
-# spec 9.6: value, f16 bytes, decoded f16, f8 byte, decoded f8
+# rows of docs/spec/wire-protocol.md#worked-examples: value, f16 bytes, decoded f16, f8 byte,
+# decoded f8
 TABLE = [
     (0.0, "0000", 0.0, "00", 0.0),
     (-0.0, "0080", -0.0, "80", -0.0),

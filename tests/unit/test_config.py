@@ -1,4 +1,4 @@
-"""Settings: the environment table of spec 12.3, addresses and routes, values that do not exist."""
+"""Settings: wire-protocol.md#environment, addresses and routes, values that do not exist."""
 
 import os
 from pathlib import Path

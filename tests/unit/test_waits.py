@@ -24,9 +24,8 @@ from itertools import cycle
 
 import pytest
 
-from ds4py.stage.mailbox import Mailbox
+from ds4py.stage.mailbox import Credits, Mailbox
 from ds4py.transport.sockets import set_timeout
-from ds4py.worker.credits import Credits
 
 N_WAITS = 10_000
 LONGEST = 2.0

@@ -1,8 +1,8 @@
 """The file of lines that were typed, shared by all chats of a user and with ds4.
 
-Owns: `.ds4_history` (docs/spec/server-and-cli.md 5.4): an entry per line, the newest last. Refuses
-to know: terminals, what lines mean. Invariant: the file is replaced as a whole and is its owner's
-alone; one that cannot be read or written costs the history, never the chat.
+Owns: `.ds4_history` (docs/spec/server-and-cli.md#interactive): an entry per line, the newest last.
+Refuses to know: terminals, what lines mean. Invariant: the file is replaced as a whole and is its
+owner's alone; one that cannot be read or written costs the history, never the chat.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A chat at the terminal: questions, answers, and commands that begin with a slash.
 
 Owns: the loop, the commands, what is kept of an answer that was stopped; all of it as
-docs/spec/server-and-cli.md 5.4 has it. Refuses to know: where the model is, how lines are typed.
-Invariant: stdout has answers only; whatever fails costs a turn, never the chat.
+docs/spec/server-and-cli.md#interactive has it. Refuses to know: where the model is, how lines are
+typed. Invariant: stdout has answers only; whatever fails costs a turn, never the chat.
 """
 
 from __future__ import annotations

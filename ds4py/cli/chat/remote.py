@@ -219,7 +219,7 @@ def _stage(told: dict[str, Any]) -> StageFigures:
 
 
 def _events(response: httpx.Response, parts: ReasoningSplitter) -> Iterator[Event | Prefill]:
-    """Read the stream; see docs/spec/server-and-cli.md 1.11 and 1.12."""
+    """Read the stream; see docs/spec/server-and-cli.md#chat-completions, #completions."""
     finish, failed = "", False
     for line in _lines(response):
         if line == b"event: error":

@@ -1,6 +1,6 @@
 """Files that show what a model makes of a prompt: tokens, logits, log probabilities.
 
-Owns: ds4's three formats (docs/spec/server-and-cli.md 5.5), byte for byte except for the name of
+Owns: ds4's three formats (docs/spec/server-and-cli.md#dumps), byte for byte except for the name of
 the source. Refuses to know: how a node is opened, flags. Invariant: a file is valid JSON even if it
 was interrupted; `bytes` is what a token stands for, `text` only shows it.
 """

@@ -1,6 +1,6 @@
 """`--perplexity-file`: how surprised a model is by a text.
 
-Owns: the sum, and its one line (docs/spec/server-and-cli.md 5.5). Refuses to know: how a node is
+Owns: the sum, and its one line (docs/spec/server-and-cli.md#dumps). Refuses to know: how a node is
 opened, files. Invariant: every token behind the first ones is scored once, from all before it.
 """
 

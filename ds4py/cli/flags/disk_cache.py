@@ -1,8 +1,8 @@
 """Flags of the disk cache, and the options they become.
 
-Owns: ds4's spellings and defaults (docs/spec/server-and-cli.md 4.4). Refuses to know: what the
-cache does with them. Invariant: an unusable value ends the program with status 2, with or without a
-folder.
+Owns: ds4's spellings and defaults (docs/spec/server-and-cli.md#disk-cache-options). Refuses to
+know: what the cache does with them. Invariant: an unusable value ends the program with status 2,
+with or without a folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Flags of ds4's terminal program that mean something else here, or nothing.
 
 Owns: which of them are translated, which are accepted without effect, which are refused, and the
-sentence that says so (docs/spec/server-and-cli.md 5.1, 5.2). Refuses to know: what our own flags
-do. Invariant: a command line of ds4 either does what its user expects, or says in one sentence what
-it does not do; a flag that would change answers is never ignored.
+sentence that says so (docs/spec/server-and-cli.md#cli-modes, #cli-options). Refuses to know: what
+our own flags do. Invariant: a command line of ds4 either does what its user expects, or says in one
+sentence what it does not do; a flag that would change answers is never ignored.
 """
 
 from __future__ import annotations

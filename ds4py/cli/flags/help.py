@@ -1,7 +1,8 @@
 """`-h [TOPIC]`: the flags of a program, by topic.
 
 Owns: the sections, the flag itself. Refuses to know: what the flags do. Invariant: every visible
-flag stands in exactly one section; an unknown topic is no error (docs/spec/server-and-cli.md 5.3).
+flag stands in exactly one section; an unknown topic is no error
+(docs/spec/server-and-cli.md#one-shot).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flags that the programs share, and the configs they become.
 
-Owns: spellings (ours and ds4's, docs/spec/wire-protocol.md 12.4), what excludes what. Refuses to
-know: what configs are used for. Invariant: every unusable combination ends as a `ConfigError`
-before a file or a socket is opened.
+Owns: spellings (ours and ds4's, docs/spec/wire-protocol.md#command-line), what excludes what.
+Refuses to know: what configs are used for. Invariant: every unusable combination ends as a
+`ConfigError` before a file or a socket is opened.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class DistributedFlags:
         return DEFAULT_ALIVE_TIMEOUT if given is None else given
 
     def _prefill(self, tuning: PrefillTuning) -> PrefillTuning:
-        """Flags come before the environment (spec 7.1, 7.3)."""
+        """Flags come before the environment (wire-protocol.md#chunk-size, #pipelined-prefill)."""
         if self.dist_prefill_chunk is not None:
             tuning = replace(tuning, chunk=self.dist_prefill_chunk)
         if self.dist_prefill_window is not None:

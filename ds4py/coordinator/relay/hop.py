@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds4py.coordinator.relay.registry import LinkId
+from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.errors import Ds4Error, PeerClosedError, RemoteProtocolError, TransportError
 from ds4py.peer.liveness import Heartbeat
 from ds4py.stage.mailbox import Mailbox

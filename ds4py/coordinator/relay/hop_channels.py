@@ -24,15 +24,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ds4py.coordinator.relay.dialer import DialerHost
 from ds4py.coordinator.relay.hop import Link
-from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
-from ds4py.coordinator.relay.worker_hello import layers_of, refusal_of
+from ds4py.coordinator.relay.workers.dialer import DialerHost
+from ds4py.coordinator.relay.workers.registry import LinkId, WorkerRecord
+from ds4py.coordinator.relay.workers.worker_hello import layers_of, refusal_of
 from ds4py.errors import ClusterError, Ds4Error, TransportError
 from ds4py.peer.handshake import ask
 from ds4py.stage.scheduler import MAX_BATCH
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import connect
 from ds4py.wire.extensions import PeerHello
 
 log = logging.getLogger(__name__)
@@ -183,7 +182,8 @@ def dial_priority_channel(
     """Open a further connection to a registered worker.
 
     Another ds4py is greeted, so that both sides watch the connection and a hop knows who drives it;
-    a plain one is not: its data port takes spans without a word (spec 13.3).
+    a plain one is not: its data port takes spans without a word
+    (docs/spec/wire-protocol.md#as-coordinator).
 
     Args:
         record: The worker.
@@ -193,8 +193,9 @@ def dial_priority_channel(
     Raises:
         Ds4Error: The data port is not reached, or somebody else is behind it.
     """
-    sock = connect(record.address, host.sockets, rounds=1, stopped=stopped)
-    connection = Connection(sock, host.sockets, host.result_limits())
+    connection = host.connector.connect(
+        record.address, host.result_limits(), rounds=1, stopped=stopped
+    )
     try:
         if record.features:
             _greet(connection, record, host)

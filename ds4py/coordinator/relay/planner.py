@@ -1,8 +1,8 @@
 """Choose a route through the registered workers.
 
-Owns: the search of docs/spec/wire-protocol.md 6.4 and the words that explain why there is no route.
-Refuses to know: connections, sessions. Invariant: a returned route is contiguous from the layer
-after the coordinator's own to the last one, and somebody on it can run the output head.
+Owns: the search of docs/spec/wire-protocol.md#route-selection and the words that explain why there
+is no route. Refuses to know: connections, sessions. Invariant: a returned route is contiguous from
+the layer after the coordinator's own to the last one, and somebody on it can run the output head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds4py.coordinator.relay.registry import WorkerRecord
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.errors import RouteIncompleteError
 from ds4py.layer_range import LayerRange, describe_missing
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ds4py.contracts import SessionId
 from ds4py.coordinator.chunked_prefill import Chunk
-from ds4py.coordinator.relay.registry import WorkerRecord
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.tracing.events import (
     COORDINATOR,
     ChunkRef,

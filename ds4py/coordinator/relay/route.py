@@ -10,23 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
-from ds4py.activations import F32, HiddenBatch
-from ds4py.config import SocketConfig
-from ds4py.contracts import Cancelled, ModelCard, SessionId
-from ds4py.coordinator.chunked_prefill import RouteShape
+from ds4py.coordinator.chunk_size import StageKey
+from ds4py.coordinator.chunked_prefill import Chunk
 from ds4py.coordinator.relay.hop import Link
 from ds4py.coordinator.relay.hop_channels import HopChannels
-from ds4py.coordinator.relay.registry import WorkerRecord
 from ds4py.coordinator.relay.telemetry import RouteTelemetry
+from ds4py.coordinator.relay.workers.membership import Lost
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.layer_range import LayerRange
-from ds4py.stage.executor import DeviceThread
+from ds4py.stage.stage import Stage
 from ds4py.wire.extensions import FORK, Notice
+from ds4py.wire.messages import WorkFlags
 from ds4py.wire.route import HopEntry, encode_route
 
-Lost = Callable[[], None]
-"""Told of a loss, on any thread; must return at once."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteShape:
+    """What of a route decides the flags of a frame.
+
+    Args:
+        first_layer: First layer of hop 0; input travels unless it is 0.
+        first_is_output: Hop 0 owns the output head.
+    """
+
+    first_layer: int
+    first_is_output: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +47,8 @@ class Route:
         hops: Remote stages in layer order; may be empty.
         channels: Connections to hop 0; None without hops.
         blob: Encoded route, forwarded unchanged by every hop.
-        local: Device of the coordinator's own layers; None if it owns none.
-        apply_head: Turns the last row of a hidden batch into logits, for a headless last hop; None
-            where the coordinator has no head.
+        local: The coordinator's own layers; None if it owns none.
+        local_head: Whether own layers can apply the output head, for a headless last hop.
         telemetry: Where results leave their timings.
         tell: Sends a notice to those of some hops that have a feature.
         watching: While it is entered, a function is called if one of some hops is lost; at once if
@@ -52,8 +60,8 @@ class Route:
     hops: tuple[WorkerRecord, ...]
     channels: HopChannels | None
     blob: bytes
-    local: DeviceThread | None
-    apply_head: Callable[[HiddenBatch], F32] | None
+    local: Stage | None
+    local_head: bool
     telemetry: RouteTelemetry
     tell: Callable[[Iterable[WorkerRecord], str, Notice], None]
     watching: Callable[[Collection[WorkerRecord], Lost], AbstractContextManager[None]]
@@ -67,7 +75,27 @@ class Route:
     @property
     def local_layers(self) -> LayerRange | None:
         """The coordinator's own layers."""
-        return None if self.local is None else self.local.runner.layers
+        return None if self.local is None else self.local.layers
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages in order, for the log."""
+        own = [] if self.local_layers is None else [f"coordinator (layers {self.local_layers})"]
+        return own + [hop.name for hop in self.hops]
+
+    @property
+    def stage_keys(self) -> list[StageKey]:
+        """Layer ranges that a chunk passes, in order."""
+        own = [] if self.local_layers is None else [self.local_layers]
+        ranges = (*own, *(hop.layers for hop in self.hops))
+        return [(layers.start, layers.end) for layers in ranges]
+
+    def record_local(self, pos0: int, n_tokens: int, eval_usec: int) -> None:
+        """Take note of a chunk that own layers have evaluated."""
+        assert self.local_layers is not None
+        self.telemetry.record_local(self.local_layers, n_tokens, eval_usec)
+        key = self.local_layers.start, self.local_layers.end
+        self.telemetry.costs.add(key, pos0, n_tokens, eval_usec=eval_usec)
 
     @property
     def can_fork(self) -> bool:
@@ -87,10 +115,9 @@ class Route:
 
     @property
     def shape(self) -> RouteShape:
-        """What of the route decides flags and windows."""
+        """What of the route decides the flags of a frame."""
         first = self.hops[0].layers if self.hops else None
         return RouteShape(
-            n_hops=len(self.hops),
             first_layer=0 if first is None else first.start,
             first_is_output=first is not None and first.has_output,
         )
@@ -101,39 +128,8 @@ class Route:
         return bool(self.hops) and self.hops[-1].layers.has_output
 
 
-class RouteSource(Protocol):
-    """What a session needs of its coordinator."""
-
-    @property
-    def card(self) -> ModelCard:
-        """The served model."""
-
-    @property
-    def n_ctx(self) -> int:
-        """Tokens that one session can hold."""
-
-    @property
-    def sockets(self) -> SocketConfig:
-        """Options of connections."""
-
-    def ensure_route(self, *, after_loss: bool, cancelled: Cancelled | None) -> Route:
-        """Return a current route, waiting for a lost worker to come back if that may help."""
-
-    def is_current(self, route: Route) -> bool:
-        """Whether no worker came or went since the route was made."""
-
-    def wait_for_change(self, route: Route, seconds: float) -> bool:
-        """Wait until a route is current no more; False if it still is after `seconds`."""
-
-    def next_request_id(self) -> int:
-        """Return a request id that was never used before."""
-
-    def end_session(self, session: SessionId) -> None:
-        """Let every stage free what it holds of a session, the coordinator's own one too."""
-
-
 def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:
-    """Encode the hops and the return record (spec 5.1)."""
+    """Encode the hops and the return record (docs/spec/wire-protocol.md#route-plan)."""
     return encode_route(
         [
             HopEntry(
@@ -146,3 +142,23 @@ def route_blob(hops: tuple[WorkerRecord, ...]) -> bytes:
             for hop in hops
         ]
     )
+
+
+def work_flags(shape: RouteShape, chunk: Chunk, *, ack_early: bool) -> WorkFlags:
+    """Return the flags of a chunk's frame to hop 0 (docs/spec/wire-protocol.md#pipelined-prefill).
+
+    Args:
+        shape: The route.
+        chunk: One that begins a timeline resets the session on every stage.
+        ack_early: Whether chunks without logits ask for an ACK instead of their full result.
+    """
+    flags = WorkFlags(0)
+    if shape.first_layer != 0:
+        flags |= WorkFlags.INPUT_HC
+    if shape.first_is_output:
+        flags |= WorkFlags.OUTPUT_LOGITS
+    if chunk.pos0 == 0:
+        flags |= WorkFlags.RESET_SESSION
+    if ack_early and not chunk.n_logits:
+        flags |= WorkFlags.ACK_ONLY
+    return flags

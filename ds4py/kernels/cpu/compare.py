@@ -50,6 +50,8 @@ def compare_products(form: str) -> Comparison:
     for n_rows in ROWS:
         x = torch.randn((n_rows, _WIDTH), generator=generator)
         y = KernelBuffer.empty((n_rows, _N_ROWS))
+        # memory that was just freed may hold the right values: what is not written must show
+        y.tensor.fill_(float("nan"))
         packed.multiply(quantize(x), y)
         errors.append(relative_error(y.tensor, x.double() @ exact.T))
     some = torch.arange(0, _N_ROWS, 5)

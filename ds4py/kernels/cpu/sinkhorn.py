@@ -1,8 +1,8 @@
 """Sinkhorn's normalization of 4 x 4 matrices on the CPU, a matrix in one vector.
 
 Owns: the loop. Refuses to know: where scores come from. Invariant: the order of operations of
-docs/spec/deepseek4-model.md 3.2, with float32 sums of two pairs. `ops/cuda/sinkhorn.py` is the same
-for a GPU, and `deepseek4.hyper.Sinkhorn` the reference of both.
+docs/spec/deepseek4-model.md#hyper-connections, with float32 sums of two pairs.
+`ops/cuda/sinkhorn.py` is the same for a GPU, and `deepseek4.hyper.Sinkhorn` the reference of both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sinkhorn's normalization of small matrices, all iterations in one kernel.
 
 Owns: the loop. Refuses to know: where scores come from. Invariant: the order of operations of
-docs/spec/deepseek4-model.md 3.2, with float32 sums.
+docs/spec/deepseek4-model.md#hyper-connections, with float32 sums.
 
 As torch operations an iteration is four launches, and a layer of DeepSeek V4 has forty iterations:
 for one token that is most of the layer's launches.

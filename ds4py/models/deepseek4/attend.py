@@ -1,7 +1,8 @@
 """Attention of a block of queries: one key/value row for all heads, sinks, masks.
 
-Owns: the arithmetic (docs/spec/deepseek4-model.md 3.9) and the masks of 3.11. Refuses to know:
-caches, layers. Invariant: scores, softmax and sums are float32; the value of a row is the row.
+Owns: the arithmetic (docs/spec/deepseek4-model.md#attention) and the masks of
+docs/spec/deepseek4-model.md#batches. Refuses to know: caches, layers. Invariant: scores, softmax
+and sums are float32; the value of a row is the row.
 """
 
 from __future__ import annotations

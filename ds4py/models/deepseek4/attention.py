@@ -1,9 +1,9 @@
 """Attention of one layer: recent rows, compressed rows, sinks, and the grouped output projection.
 
 Owns: queries, the shared key/value row, which rows a query sees, the softmax with sinks
-(docs/spec/deepseek4-model.md 3.3, 3.6, 3.9 to 3.11). Refuses to know: how rows are compressed and
-chosen. Invariant: a token's result does not depend on how its prompt was cut into chunks, except
-for the order of float32 sums.
+(docs/spec/deepseek4-model.md#projections, #raw-cache, #attention, #output-projection, #batches).
+Refuses to know: how rows are compressed and chosen. Invariant: a token's result does not depend on
+how its prompt was cut into chunks, except for the order of float32 sums.
 """
 
 from __future__ import annotations

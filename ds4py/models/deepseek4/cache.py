@@ -1,8 +1,8 @@
 """One session's cache: rings of recent rows, growing arrays of compressed rows, pending windows.
 
 Owns: how a session's tensors are laid out, rings by position, the portable form
-(docs/spec/deepseek4-model.md 4, 9.1). Refuses to know: how rows are made. Invariant: what a layer
-holds follows from the number of its tokens alone, so there are no counters.
+(docs/spec/deepseek4-model.md#kv-cache, #dsv4). Refuses to know: how rows are made. Invariant: what
+a layer holds follows from the number of its tokens alone, so there are no counters.
 
 Instead of the C engine's folded compressor state, the projections of the last tokens are kept by
 position; with `REWIND_SLACK` tokens more than needed, so that a timeline can be cut back a little.

@@ -1,9 +1,9 @@
 """Pooling windows of tokens into single rows.
 
 Owns: projections, scores, the pooling with and without overlap, and when a row is finished
-(docs/spec/deepseek4-model.md 3.7). Refuses to know: who reads the rows. Invariant: a window's row
-depends only on its own tokens and, with overlap, on those of the window before; it is written when
-its last token is evaluated, whatever the cutting into chunks.
+(docs/spec/deepseek4-model.md#compressor). Refuses to know: who reads the rows. Invariant: a
+window's row depends only on its own tokens and, with overlap, on those of the window before; it is
+written when its last token is evaluated, whatever the cutting into chunks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hyper-connections: several residual streams, mixed again around every half of a layer.
 
 Owns: the three kinds of weights that a state gives itself, Sinkhorn's normalization, and the mix of
-the streams before the head (docs/spec/deepseek4-model.md 3.2, 3.13). Refuses to know: what happens
-between split and merge. Invariant: float32 throughout, in every precision.
+the streams before the head (docs/spec/deepseek4-model.md#hyper-connections, #output-head). Refuses
+to know: what happens between split and merge. Invariant: float32 throughout, in every precision.
 """
 
 from __future__ import annotations

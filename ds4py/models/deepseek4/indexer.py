@@ -1,7 +1,7 @@
 """Choosing the compressed rows that a query may see.
 
-Owns: index queries, scores, the selection (docs/spec/deepseek4-model.md 3.8). Refuses to know: the
-attention over what was chosen. Invariant: the rows with the largest scores are chosen, of equal
+Owns: index queries, scores, the selection (docs/spec/deepseek4-model.md#indexer). Refuses to know:
+the attention over what was chosen. Invariant: the rows with the largest scores are chosen, of equal
 ones the older; a query that sees no more rows than are chosen sees them all.
 """
 

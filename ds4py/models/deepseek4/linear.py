@@ -1,8 +1,9 @@
 """Weights by name, and the one way in which a DeepSeek V4 multiplies with them.
 
 Owns: which products round their input as the C engine does on the CPU
-(docs/spec/deepseek4-model.md 2.6, 2.7), and how matrices are kept. Refuses to know: layers.
-Invariant: inputs and results are float32, whatever the precision of the product between them.
+(docs/spec/deepseek4-model.md#activation-forms, #activation-rounding), and how matrices are kept.
+Refuses to know: layers. Invariant: inputs and results are float32, whatever the precision of the
+product between them.
 """
 
 from __future__ import annotations

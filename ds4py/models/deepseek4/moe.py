@@ -1,9 +1,9 @@
 """The feed-forward half: router, routed experts, shared expert.
 
 Owns: which experts a token gets and with what weight, the clamped SwiGLU
-(docs/spec/deepseek4-model.md 3.12). Refuses to know: how rows go through the experts, which is
-`layers/moe.py`. Invariant: a token's result does not depend on its neighbours, except for the order
-of float32 sums; experts' results are added in the order of their selection.
+(docs/spec/deepseek4-model.md#feed-forward). Refuses to know: how rows go through the experts, which
+is `layers/moe.py`. Invariant: a token's result does not depend on its neighbours, except for the
+order of float32 sums; experts' results are added in the order of their selection.
 """
 
 from __future__ import annotations

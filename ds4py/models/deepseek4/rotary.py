@@ -1,8 +1,8 @@
 """Rotary positions of DeepSeek V4: the last dimensions of a head, adjacent pairs, optional YaRN.
 
-Owns: angles of any positions, and turning pairs by them (docs/spec/deepseek4-model.md 3.4). Refuses
-to know: which layer uses which base. Invariant: turned vectors keep their length; YaRN's factor on
-it is divided out again by the model.
+Owns: angles of any positions, and turning pairs by them (docs/spec/deepseek4-model.md#rope).
+Refuses to know: which layer uses which base. Invariant: turned vectors keep their length; YaRN's
+factor on it is divided out again by the model.
 
 Angles are computed in float64 and rounded once, or, for comparisons with the C engine, by its
 float32 recurrence, whose error grows with the position.

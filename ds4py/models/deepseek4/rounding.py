@@ -1,8 +1,9 @@
 """The hard roundings inside a DeepSeek V4, as values on the grid of their number format.
 
-Owns: int8 activations, FP8 cache rows, FP4 index vectors (docs/spec/deepseek4-model.md 2.7, 3.5,
-3.8). Refuses to know: where they are applied. Invariant: float32 in, float32 out in new memory, the
-last axis is the vector; ties go to the even code.
+Owns: int8 activations, FP8 cache rows, FP4 index vectors
+(docs/spec/deepseek4-model.md#activation-rounding, #kv-rounding, #indexer). Refuses to know: where
+they are applied. Invariant: float32 in, float32 out in new memory, the last axis is the vector;
+ties go to the even code.
 """
 
 from __future__ import annotations

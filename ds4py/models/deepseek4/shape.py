@@ -1,8 +1,8 @@
 """Sizes, constants and tensor names of a DeepSeek V4.
 
-Owns: the metadata keys and the tensor table (docs/spec/deepseek4-model.md 1.3, 1.4), and which
-shapes are models that ds4 knows. Refuses to know: weights, arithmetic. Invariant: a shape that
-exists can be computed; constants are rounded to float32, as the engine that made them up does.
+Owns: the metadata keys and the tensor table (docs/spec/deepseek4-model.md#keys, #tensors), and
+which shapes are models that ds4 knows. Refuses to know: weights, arithmetic. Invariant: a shape
+that exists can be computed; constants are rounded to float32, as the engine that made them up does.
 """
 
 from __future__ import annotations

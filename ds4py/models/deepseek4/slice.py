@@ -2,7 +2,8 @@
 
 Owns: the order of the parts, the embedding, the head, what a batch's positions are. Refuses to
 know: what is inside attention and experts. Invariant: the state between layers is float32 `[T, S *
-D]`, stream after stream, as it goes over the wire (docs/spec/deepseek4-model.md 3.0, 5.1).
+D]`, stream after stream, as it goes over the wire (docs/spec/deepseek4-model.md#overview,
+#slice-contract).
 """
 
 from __future__ import annotations

@@ -1,20 +1,30 @@
 """How any body is read: JSON bytes to structs, and what is forgiven on the way.
 
 Owns: the JSON reader, the sentence that a wrong body earns, ranges of numbers, the source text of a
-value (docs/spec/server-and-cli.md 1.3). Refuses to know: which fields there are. Invariant: what
-does not fit is a `RequestError` with status 400, whatever the bytes were.
+value, the texts of contents and tools (docs/spec/server-and-cli.md#errors, #prompts). Refuses to
+know: which members there are. Invariant: what does not fit is a `RequestError` with status 400,
+whatever the bytes were; schemas of tools and arguments of past calls are the client's own JSON
+texts, byte for byte, since they enter the prompt.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from ds4py.errors import RequestError
+from ds4py.text.raw_json import members
+
+_log = logging.getLogger(__name__)
 
 MAX_COUNT: Final = 2**31 - 1
+
+MAX_MESSAGES: Final = 100_000
+_MAX_TOOLS: Final = 10_000
 
 MAX_VALUES: Final = 2_000_000
 """Values of a body: each takes up to 200 bytes, and all are read without letting others run."""
@@ -87,6 +97,38 @@ def source(raw: msgspec.Raw, param: str) -> str:
 def is_absent(raw: msgspec.Raw) -> bool:
     """Tell whether a member was left out or is null."""
     return bytes(raw) in (b"", b"null")
+
+
+def content_text(content: Any) -> str:
+    """Join the text of a message; images, numbers and unknown parts are empty, as in ds4."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    texts = [_part_text(part) for part in content]
+    if any(text is None for text in texts):
+        _log.warning("a message has parts that are no text (images, audio, files): ignored")
+    return "".join(text for text in texts if text)
+
+
+def _part_text(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else None
+
+
+def tool_texts(tools: Sequence[msgspec.Raw] | None, param: str = "tools") -> tuple[str, ...]:
+    """Return the client's own texts of tools.
+
+    Raises:
+        RequestError: There are absurdly many, or one is no JSON object.
+    """
+    if tools is not None and len(tools) > _MAX_TOOLS:
+        raise wrong(param, f"{len(tools)} tools", f"at most {_MAX_TOOLS}")
+    texts = tuple(source(tool, param) for tool in tools or ())
+    for number, text in enumerate(texts):
+        if members(text) is None:
+            raise wrong(f"{param}[{number}]", f"{text!a:.80}", "a JSON object")
+    return texts
 
 
 def _parsed(body: bytes, kind: type[_Value]) -> _Value:

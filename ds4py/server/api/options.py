@@ -1,20 +1,27 @@
-"""What a request says about its answer, in whatever dialect.
+"""What bodies say about the answer, in whatever API.
 
-Owns: `Options`, and the members that dialects share: sampling, limits, stop texts, reasoning, forms
-of the answer (docs/spec/server-and-cli.md 1.4, 1.5, 3.2). Refuses to know: messages, tokens,
-replies. Invariant: what comes out is in range.
+Owns: the members that APIs share: sampling, limits, stop texts, reasoning, forms of the answer
+(docs/spec/server-and-cli.md#request-fields, #sampling, #thinking-controls). Refuses to know:
+messages, tokens, replies. Invariant: what comes out is in range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 
-from ds4py.config import SamplingParams
+from ds4py.config import SamplingParams, ServerConfig
+from ds4py.generation.grammar import GrammarKind
+from ds4py.generation.logits_processors import LogitBias
 from ds4py.server.api.json_body import Number, count, is_absent, last_given, source, wrong
+from ds4py.server.requests.request import (
+    CompletionPrompt,
+    Conversation,
+    GenerationRequest,
+    OutputFormat,
+)
 from ds4py.text.chat_formats.deepseek4 import EFFORTS
 
 MAX_TOP_LOGPROBS: Final = 20
@@ -27,62 +34,6 @@ _MAX_BIASES: Final = 1024
 _MAX_BIAS: Final = 100.0
 _MAX_PENALTY: Final = 2.0
 _THINKING_MODELS: Final = {"deepseek-chat": False, "deepseek-reasoner": True}
-
-OutputFormatKind = Literal["json_object", "json_schema", "regex", "grammar"]
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFormat:
-    """What an answer must look like.
-
-    Args:
-        kind: How it is described.
-        text: JSON text of a schema, regular expression, or Lark grammar; empty for any object.
-        strict: Refuse what cannot be enforced of it, instead of leaving that out.
-    """
-
-    kind: OutputFormatKind
-    text: str = ""
-    strict: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a request says about its answer.
-
-    Args:
-        model: Name to echo; None takes the served model's.
-        max_tokens: Output budget in tokens; None takes the server's.
-        sampling: How tokens are chosen, the server's defaults filled in.
-        stop: Texts that end the answer; none is empty.
-        stream: Answer by server-sent events.
-        include_usage: Send the usage chunk of a stream.
-        think: How much to reason, a word of `EFFORTS`; None if the request does not say.
-        thinking_budget: Most tokens of reasoning; None sets no limit.
-        form: What the answer must look like; None leaves it free.
-        n_logprobs: Ranked alternatives to report with every token; None reports no probabilities.
-        logit_bias: Token ids and what is added to their logits, -100 to 100.
-        presence_penalty: Taken from the logits of tokens that occurred in the answer.
-        frequency_penalty: The same, once per occurrence.
-        token_ids: Send the sampled token ids beside the text, an addition of ds4py.
-        progress: Tell in comments of the stream how much of the prompt is evaluated, another one.
-    """
-
-    model: str | None
-    max_tokens: int | None
-    sampling: SamplingParams
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    think: str | None = None
-    thinking_budget: int | None = None
-    form: OutputFormat | None = None
-    n_logprobs: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    token_ids: bool = False
-    progress: bool = False
 
 
 class StreamOptions(msgspec.Struct):
@@ -119,7 +70,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """Members that every dialect has; null means absent everywhere."""
+    """Members that every API has; null means absent everywhere."""
 
     model: str | None = None
     max_tokens: Number | None = None
@@ -151,26 +102,31 @@ class OpenAi(Sampled, kw_only=True):
     return_progress: bool | None = None
 
 
-def openai_options(
-    parsed: OpenAi, body: bytes, max_tokens: int | None, defaults: SamplingParams
-) -> Options:
-    """Return what the members of chat and completions say.
+def openai_request(
+    parsed: OpenAi,
+    body: bytes,
+    max_tokens: int | None,
+    config: ServerConfig,
+    read_prompt: Callable[[], Conversation | CompletionPrompt],
+) -> GenerationRequest:
+    """Return what a body of chat or completions asks for.
 
     Args:
         parsed: The body.
         body: Its bytes, for the order of members that contradict each other.
         max_tokens: Which of its budgets counts.
-        defaults: Sampling of requests that name no value.
+        config: Of requests that name no value.
+        read_prompt: Called last: of two faults clients hear of the one in the members read here.
 
     Raises:
         RequestError: A value is out of range and cannot be brought into it.
     """
     options = parsed.stream_options
-    return Options(
+    return GenerationRequest(
         model=model_name(parsed.model),
-        max_tokens=max_tokens,
+        max_tokens=config.max_tokens if max_tokens is None else max_tokens,
         sampling=sampling_of(
-            defaults,
+            config.sampling,
             temperature=parsed.temperature,
             top_p=parsed.top_p,
             top_k=parsed.top_k,
@@ -178,17 +134,16 @@ def openai_options(
             seed=parsed.seed,
         ),
         stop=stop_texts("stop", parsed.stop),
+        think=_think(parsed, body) or config.think,
+        thinking_budget=count("thinking_budget", parsed.thinking_budget),
+        output_format=output_format_of(parsed.response_format, "response_format"),
+        n_logprobs=_n_logprobs(parsed),
+        logit_bias=_logit_bias(parsed),
+        token_ids=bool(parsed.return_token_ids),
         stream=bool(parsed.stream),
         include_usage=bool(options and options.include_usage),
-        think=_think(parsed, body),
-        thinking_budget=count("thinking_budget", parsed.thinking_budget),
-        form=output_format_of(parsed.response_format, "response_format"),
-        n_logprobs=_n_logprobs(parsed),
-        logit_bias=_biases(parsed.logit_bias or {}),
-        presence_penalty=_bounded(parsed.presence_penalty, _MAX_PENALTY),
-        frequency_penalty=_bounded(parsed.frequency_penalty, _MAX_PENALTY),
-        token_ids=bool(parsed.return_token_ids),
         progress=bool(parsed.return_progress and parsed.stream),
+        prompt=read_prompt(),
     )
 
 
@@ -259,7 +214,7 @@ def effort_word(param: str, effort: str | None) -> str | None:
 
 
 def thinking_word(model: str | None, effort: str | None, *, on: bool | None) -> str | None:
-    """Return how much to reason (docs/spec/server-and-cli.md 3.2): off wins over any effort.
+    """Return how much to reason (server-and-cli.md#thinking-controls): off wins over any effort.
 
     Args:
         model: Two names say something about it, if nothing else does.
@@ -285,15 +240,15 @@ def output_format_of(asked: ResponseFormat | None, param: str) -> OutputFormat |
         case "json_object":
             schema = asked.schema
             if is_absent(schema):
-                return OutputFormat("json_object")
+                return OutputFormat(GrammarKind.JSON_OBJECT)
             return _schema_form(schema, param, strict=asked.strict)
         case "json_schema":
             described = asked.json_schema or asked
             return _schema_form(described.schema, param, strict=described.strict)
         case "regex" if asked.regex:
-            return OutputFormat("regex", asked.regex)
+            return OutputFormat(GrammarKind.REGEX, asked.regex)
         case "grammar" if asked.grammar:
-            return OutputFormat("grammar", asked.grammar)
+            return OutputFormat(GrammarKind.LARK, asked.grammar)
     kinds = "text, json_object, json_schema with its schema, regex with a regex, grammar with one"
     raise wrong(f"{param}.type", f"{asked.type!a:.40}", kinds)
 
@@ -301,7 +256,7 @@ def output_format_of(asked: ResponseFormat | None, param: str) -> OutputFormat |
 def _schema_form(schema: msgspec.Raw, param: str, *, strict: bool | None) -> OutputFormat:
     if is_absent(schema):
         raise wrong(f"{param}.json_schema.schema", "nothing", "a JSON schema")
-    return OutputFormat("json_schema", source(schema, param), strict=bool(strict))
+    return OutputFormat(GrammarKind.JSON_SCHEMA, source(schema, param), strict=bool(strict))
 
 
 def _think(parsed: OpenAi, body: bytes) -> str | None:
@@ -333,13 +288,23 @@ def _n_logprobs(parsed: OpenAi) -> int | None:
     raise wrong("logprobs", f"{asked!a:.40}", "true, false, or a number of alternatives")
 
 
-def _biases(biases: dict[str, Number]) -> tuple[tuple[int, float], ...]:
+def _logit_bias(parsed: OpenAi) -> LogitBias | None:
+    """Read what is added to logits; None if that is nothing."""
+    bias = _biases(parsed.logit_bias or {})
+    presence = _bounded(parsed.presence_penalty, _MAX_PENALTY)
+    frequency = _bounded(parsed.frequency_penalty, _MAX_PENALTY)
+    if not (bias or presence or frequency):
+        return None
+    return LogitBias(bias=bias, presence_penalty=presence, frequency_penalty=frequency)
+
+
+def _biases(biases: dict[str, Number]) -> dict[int, float]:
     if len(biases) > _MAX_BIASES:
         raise wrong("logit_bias", f"{len(biases)} tokens", f"at most {_MAX_BIASES}")
     bad = next((key for key in biases if not (key.isdecimal() and len(key) < 10)), None)
     if bad is not None:
         raise wrong("logit_bias", f"the key {bad!a:.40}", "token ids")
-    return tuple((int(key), _bounded(value, _MAX_BIAS)) for key, value in biases.items())
+    return {int(key): _bounded(value, _MAX_BIAS) for key, value in biases.items()}
 
 
 def _bounded(value: Number | None, most: float) -> float:

@@ -1,22 +1,27 @@
-"""What every dialect's reply can do, and what they share.
+"""What every API's reply can do, and what they share.
 
-Owns: the protocol `ResponseShape`, server-sent events as bytes, rates. Refuses to know: sockets,
-order and timing of sending. Invariant: a reply is used by one task; its frames depend on nothing
-but the events that it was told.
+See docs/spec/server-and-cli.md#usage, #chat-completions, #completions.
+
+Owns: the protocol `ResponseShape`, server-sent events as bytes, rates, the members that chat and
+completions have in common. Refuses to know: sockets, order and timing of sending. Invariant: a
+reply is used by one task; its frames depend on nothing but the events that it was told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
 
 from ds4py.server.errors import Problem, describe
-from ds4py.server.requests.events import Answer, Done, Started, Tally, Written
+from ds4py.server.requests.events import Answer, Done, Started, Tally, TextPiece, Written
+from ds4py.server.requests.request import GenerationRequest
 
 Json = dict[str, object]
 
+NOTHING: Final = TextPiece("")
 DONE: Final = b"data: [DONE]\n\n"
 _LINE_ENDS: Final = tuple(
     (character.encode(), f"\\u{ord(character):04x}".encode())
@@ -48,6 +53,22 @@ class ResponseShape(Protocol):
 
     def failure(self, problem: Problem) -> bytes:
         """Return the only frame of a reply that failed before it started."""
+
+
+class NewResponse(Protocol):
+    """Begins the response to a request; each API has one."""
+
+    def __call__(
+        self, request: GenerationRequest, *, number: int, created: int, model: str
+    ) -> ResponseShape:
+        """Return the shapes of one reply.
+
+        Args:
+            request: What was asked.
+            number: Of the request in this server.
+            created: Unix time, seconds.
+            model: Name to echo.
+        """
 
 
 def data(content: object) -> bytes:
@@ -95,3 +116,58 @@ def timings_of(tally: Tally) -> Json:
 def cause(done: Done) -> Json:
     """Say why a generation broke off, beside `finish_reason: "error"`; SDKs raise it."""
     return {} if done.error is None else {"error": describe(done.error).body(in_stream=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiReply:
+    """What the shapes of chat and completions share.
+
+    Args:
+        id: Name of the reply.
+        created: Unix time, seconds.
+        model: Name to echo.
+        include_usage: End a stream with a chunk that tells the usage.
+    """
+
+    id: str
+    created: int
+    model: str
+    include_usage: bool = False
+
+    def keepalive(self, doing: str) -> bytes:
+        """See `ResponseShape.keepalive`."""
+        return comment(doing)
+
+    def failure(self, problem: Problem) -> bytes:
+        """See `ResponseShape.failure`."""
+        return named("error", {"error": problem.body(in_stream=True)})
+
+    def _object(self, kind: str, choices: list[Json]) -> Json:
+        named_by = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return named_by | {"choices": choices}
+
+
+def openai_usage(tally: Tally) -> Json:
+    """Return the `usage` object of chat and completions."""
+    usage: Json = {
+        "prompt_tokens": tally.n_prompt,
+        "completion_tokens": tally.n_completion,
+        "total_tokens": tally.n_prompt + tally.n_completion,
+        "prompt_tokens_details": {
+            "cached_tokens": tally.n_cached,
+            "cache_write_tokens": tally.n_prompt - tally.n_cached,
+        },
+    }
+    if tally.n_reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": tally.n_reasoning}
+    return usage
+
+
+def token_ids_of(tokens: Sequence[int]) -> Json:
+    """Return the token ids, an addition of ds4py for clients that ask for them."""
+    return {"token_ids": list(tokens)} if tokens else {}
+
+
+def costs_of(done: Done) -> Json:
+    """Return the members that tell what a reply took."""
+    return {"usage": openai_usage(done.tally), "timings": timings_of(done.tally)}

@@ -1,8 +1,9 @@
 """When sessions go to disk and come back, around the work for one request.
 
-Owns: the moments of docs/spec/server-and-cli.md 4.2 and 4.3 (cold, continued, evict, shutdown), and
-the texts by which a prefix is found again. Refuses to know: files, requests, how tokens are chosen.
-Invariant: whatever fails here costs a warning and the evaluation of a prompt, never an answer.
+Owns: the moments of docs/spec/server-and-cli.md#matching-order, #disk-cache (cold, continued,
+evict, shutdown), and the texts by which a prefix is found again. Refuses to know: files, requests,
+how tokens are chosen. Invariant: whatever fails here costs a warning and the evaluation of a
+prompt, never an answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What conversations look like when they come back, beside what the model really said.
 
 Owns: pairs of a visible transcript (as a prompt would show it) and the exact tokens behind it, and
-the prompts that go on from the latter (docs/spec/server-and-cli.md 4.2). Refuses to know: sessions,
-chat formats, text. Invariant: a prompt is only ever replaced by one that begins with exact tokens
-and ends with the prompt's own; nothing is tokenized again.
+the prompts that go on from the latter (docs/spec/server-and-cli.md#matching-order). Refuses to
+know: sessions, chat formats, text. Invariant: a prompt is only ever replaced by one that begins
+with exact tokens and ends with the prompt's own; nothing is tokenized again.
 
 Prompts differ from what was said for two reasons: formats leave old reasoning out, and a model may
 spell a word by other tokens than a tokenizer would. Both break the prefix that a session holds.
@@ -57,6 +57,8 @@ class _Spoken:
 
     def written(self) -> Sequence[Tokens]:
         """Return the visible transcripts."""
+        # a lock of its own: writing tokenizes a conversation, which may take seconds, and other
+        # conversations need not wait for it
         with self._lock:
             while self._views:
                 seen = self._views.pop(0)()
@@ -110,7 +112,7 @@ class ExactTokens:
         wanted = tuple(prompt)
         with self._lock:
             spoken = list(self._spoken.values())
-        for one in reversed(spoken):
+        for one in reversed(spoken):  # without the lock of all; the latest conversation first
             for seen in one.written() if one.opens(wanted) else ():
                 n_seen = len(seen)
                 if n_seen < len(wanted) and wanted[:n_seen] == seen and seen != one.tokens:

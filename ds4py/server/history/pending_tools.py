@@ -1,10 +1,10 @@
 """Conversations that wait for the results of tools.
 
 Owns: for each reply that called tools, the turns up to and with it, found again by the ids of its
-calls. Refuses to know: dialects, tokens, sessions. Invariant: memory is bounded; the longest unused
+calls. Refuses to know: JSON, tokens, sessions. Invariant: memory is bounded; the longest unused
 conversation is forgotten first.
 
-Some dialects let a client go on by results alone, without the turns before them. Keeping the turns
+Some APIs let a client go on by results alone, without the turns before them. Keeping the turns
 instead of a session's state means that nothing is lost when the session serves somebody else
 meanwhile: the prompt is written again, and what a session still has of it is reused as ever.
 
@@ -16,35 +16,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
-from dataclasses import dataclass
-from sys import getsizeof
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
-from ds4py.server.api.chat_messages import ChatMessage
+from ds4py.errors import RequestError
+from ds4py.server.requests.request import ChatMessage, Conversation
 
 _MAX_BYTES: Final = 256 << 20
 _MAX_KEPT: Final = 1024
-_OVERHEAD: Final = 256
-"""Bytes that a turn costs beside its texts, roughly."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What a conversation needs to go on.
-
-    Args:
-        messages: All turns, the last one with the calls.
-        tools: Those on offer.
-    """
-
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[str, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """Roughly the memory that it takes."""
-        return sum(map(_n_bytes, self.messages)) + sum(map(getsizeof, self.tools))
 
 
 class PendingTools:
@@ -57,10 +37,10 @@ class PendingTools:
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[frozenset[str], Kept] = OrderedDict()
+        self._kept: OrderedDict[frozenset[str], Conversation] = OrderedDict()
         self._n_bytes = 0
 
-    def keep(self, call_ids: Collection[str], kept: Kept) -> None:
+    def keep(self, call_ids: Collection[str], kept: Conversation) -> None:
         """Remember a conversation that ends with these calls."""
         key = frozenset(call_ids)
         with self._lock:
@@ -70,7 +50,7 @@ class PendingTools:
             while self._kept and self._is_full():
                 self._drop(next(iter(self._kept)))
 
-    def find(self, call_ids: Collection[str]) -> Kept | None:
+    def find(self, call_ids: Collection[str]) -> Conversation | None:
         """Return the conversation that ends with exactly these calls, in any order."""
         key = frozenset(call_ids)
         with self._lock:
@@ -79,16 +59,37 @@ class PendingTools:
             self._kept.move_to_end(key)
             return self._kept[key]
 
+    def resumed(
+        self, messages: Sequence[ChatMessage], *, id_name: str, history: str
+    ) -> Conversation | None:
+        """Return the whole conversation that results of tools end; None if they bring their own.
+
+        Args:
+            messages: Those of the request.
+            id_name: The API's word for the id of a call.
+            history: The API's words for all that a client should send instead.
+
+        Returns:
+            What was kept, the results behind it.
+
+        Raises:
+            RequestError: There are results only, and of calls that are not known.
+        """
+        results = [message for message in messages if message.role != "system"]
+        if not results or any(message.role != "tool" for message in results):
+            return None
+        kept = self.find([message.call_id for message in results])
+        if kept is None:
+            raise RequestError(
+                f"{id_name} {results[0].call_id!a:.80} is unknown to the live session; "
+                f"replay the full {history}",
+                param=id_name,
+            )
+        return replace(kept, messages=(*kept.messages, *results))
+
     def _is_full(self) -> bool:
         return self._n_bytes > self._max_bytes or len(self._kept) > _MAX_KEPT
 
     def _drop(self, key: frozenset[str]) -> None:
         if key in self._kept:
             self._n_bytes -= self._kept.pop(key).n_bytes
-
-
-def _n_bytes(turn: ChatMessage) -> int:
-    texts = [turn.role, turn.content, turn.reasoning, turn.call_id]
-    for call in turn.calls:
-        texts += call.id, call.name, call.arguments
-    return sum(map(getsizeof, texts)) + _OVERHEAD

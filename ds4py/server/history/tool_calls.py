@@ -5,8 +5,9 @@ know: markup, prompts, files. Invariant: neither limit is ever exceeded, and wha
 ids is, to the letter, what was remembered for each of them.
 
 Clients send calls back as JSON, which says less than the model wrote. Prompts repeat the model's
-own words, so that what was cached behind them stays valid (docs/spec/server-and-cli.md 2.6). Ids
-have 128 random bits and go to one client only, so nobody else can name another's words.
+own words, so that what was cached behind them stays valid
+(docs/spec/server-and-cli.md#tool-memory). Ids have 128 random bits and go to one client only, so
+nobody else can name another's words.
 """
 
 from __future__ import annotations

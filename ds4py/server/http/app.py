@@ -21,26 +21,29 @@ from starlette.types import ASGIApp
 from ds4py.config import ServerConfig
 from ds4py.contracts import Backend
 from ds4py.generation.grammar import GrammarSource
-from ds4py.server.api.chat.prepare import prepare_chat
-from ds4py.server.api.completions.prepare import prepare_completion
-from ds4py.server.api.messages.prepare import count_tokens, prepare_messages
-from ds4py.server.api.prepared import Prepare, Service
-from ds4py.server.api.responses.prepare import prepare_responses
+from ds4py.server.api.chat.request import read_chat
+from ds4py.server.api.chat.response import chat_response
+from ds4py.server.api.completions.request import read_completion
+from ds4py.server.api.completions.response import completion_response
+from ds4py.server.api.messages.request import read_messages
+from ds4py.server.api.messages.response import messages_response
+from ds4py.server.api.responses.request import read_responses
+from ds4py.server.api.responses.response import responses_response
 from ds4py.server.console import console_routes
 from ds4py.server.errors import error_response, json_response, unknown_endpoint
+from ds4py.server.history.conversations import ConversationMemory
 from ds4py.server.history.disk_prefix_cache import DiskPrefixCache
 from ds4py.server.history.exact_tokens import ExactTokens
-from ds4py.server.history.pending_tools import PendingTools
 from ds4py.server.history.tool_calls import ToolCallMemory
 from ds4py.server.http.admission import AdmissionControl
-from ds4py.server.http.endpoint import Counter, Endpoint
+from ds4py.server.http.endpoint import Counter, Endpoint, Service
 from ds4py.server.http.middleware import FrontMiddleware
 from ds4py.server.observability.console_stats import ConsoleStats, Watched
 from ds4py.server.observability.event_log import EventLog
 from ds4py.server.observability.health import health_object, model_objects, served_name
 from ds4py.server.observability.metrics import Metrics, metrics_response
 from ds4py.server.observability.request_metrics import RequestMetrics
-from ds4py.server.requests.prompts import TextStack
+from ds4py.server.requests.prompts import PromptWriter, TextStack
 from ds4py.server.requests.queue import RequestQueue
 from ds4py.server.requests.worker import GenerationWorker
 from ds4py.snapshot.disk_cache import DiskCache
@@ -68,62 +71,76 @@ def create_app(
         events: The latest lines of the log, filled by the server.
         disk: Where prefixes outlive their sessions; None keeps none.
     """
-    tools, exact_tokens = ToolCallMemory(max_ids=config.max_tool_ids), ExactTokens()
-    disk_prefixes = None
-    if disk is not None:
-        disk_prefixes = DiskPrefixCache(disk, text.tokenizer, tools, exact_tokens)
-    performer = GenerationWorker(backend, text, tools, exact_tokens, disk_prefixes)
-    queue = RequestQueue(performer.perform, n_threads=n_sessions, max_queue=config.max_queue)
+    memory = _memory(text, config, disk)
+    prompts = PromptWriter(text, backend, config, memory)
+    worker = GenerationWorker(backend, prompts, memory, compat_sampling=config.compat_sampling)
+    queue = RequestQueue(worker.perform, n_threads=n_sessions, max_queue=config.max_queue)
     service = Service(
-        backend,
-        text,
-        config,
-        queue,
-        itertools.count(1),
-        tools=tools,
+        model=served_name(backend.card, config),
+        config=config,
+        prompts=prompts,
         grammars=GrammarSource(text.tokenizer),
-        pending_tools=PendingTools(),
+        queue=queue,
+        numbers=itertools.count(1),
         metrics=RequestMetrics(),
-        exact_tokens=exact_tokens,
         admission=AdmissionControl(
             max_requests=n_sessions + config.max_queue, max_body_bytes=config.max_body_bytes
         ),
-        disk_prefixes=disk_prefixes,
+    )
+    watched = Watched(
+        backend=backend,
+        meter=service.metrics,
+        load=lambda: service.queue.load,
+        n_sessions=n_sessions,
+        name=service.model,
     )
     app = Starlette(
         routes=[
-            *_about(service),
-            *_figures(service, n_sessions, events or EventLog()),
-            *_generating(service),
+            *_about(backend, service),
+            *_figures(watched, events or EventLog()),
+            *_generating(service, memory),
             *console_routes(),
         ],
         middleware=[Middleware(FrontMiddleware, cors=config.cors, api_key=config.api_key)],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False
-    app.state.jobs = queue
-    app.state.save = functools.partial(performer.save_all, n_sessions)
+    app.state.queue = queue
+    app.state.save = functools.partial(worker.save_all, n_sessions)
     return app
 
 
-def _generating(service: Service) -> list[Route]:
-    """Return the routes that make the model work."""
-    dialects: dict[str, Prepare] = {
-        "/v1/chat/completions": prepare_chat,
-        "/v1/completions": prepare_completion,
-        "/v1/responses": prepare_responses,
-        "/v1/messages": prepare_messages,
-    }
+def _memory(text: TextStack, config: ServerConfig, disk: DiskCache | None) -> ConversationMemory:
+    """Return what remembers conversations; at first they know nothing."""
+    tools, exact_tokens = ToolCallMemory(max_ids=config.max_tool_ids), ExactTokens()
+    disk_prefixes = None
+    if disk is not None:
+        disk_prefixes = DiskPrefixCache(disk, text.tokenizer, tools, exact_tokens)
+    return ConversationMemory(
+        tool_calls=tools, exact_tokens=exact_tokens, disk_prefixes=disk_prefixes
+    )
+
+
+def _generating(service: Service, memory: ConversationMemory) -> list[Route]:
+    """Return the routes that make the model work: each reads and responds in its own way."""
+    config, pending = service.config, memory.pending_tools
+    chat = functools.partial(read_chat, config=config)
+    completion = functools.partial(read_completion, config=config)
+    messages = functools.partial(read_messages, config=config, pending=pending)
+    responses = functools.partial(read_responses, config=config, pending=pending)
     endpoints: dict[str, ASGIApp] = {
-        path: Endpoint(service, dialect) for path, dialect in dialects.items()
+        "/v1/chat/completions": Endpoint(service, chat, chat_response),
+        "/v1/completions": Endpoint(service, completion, completion_response),
+        "/v1/messages": Endpoint(service, messages, messages_response),
+        "/v1/messages/count_tokens": Counter(service, messages),
+        "/v1/responses": Endpoint(service, responses, responses_response),
     }
-    endpoints["/v1/messages/count_tokens"] = Counter(service, count_tokens)
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
 
 
-def _about(service: Service) -> list[Route]:
+def _about(backend: Backend, service: Service) -> list[Route]:
     """Return the routes that tell what is served."""
-    backend, config = service.backend, service.config
+    config = service.config
 
     async def health(_: Request) -> Response:
         state = backend.health()
@@ -147,15 +164,8 @@ def _about(service: Service) -> list[Route]:
     ]
 
 
-def _figures(service: Service, n_sessions: int, events: EventLog) -> list[Route]:
+def _figures(watched: Watched, events: EventLog) -> list[Route]:
     """Return the routes that tell what the server measures."""
-    watched = Watched(
-        backend=service.backend,
-        meter=service.metrics,
-        load=lambda: service.queue.load,
-        n_sessions=n_sessions,
-        name=served_name(service.backend.card, service.config),
-    )
     numbers, series = ConsoleStats(watched, events), Metrics(watched)
 
     async def stats(_: Request) -> Response:
@@ -169,11 +179,11 @@ def _figures(service: Service, n_sessions: int, events: EventLog) -> list[Route]
 
 def queue_of(app: Starlette) -> RequestQueue:
     """Return the generation threads of an application made by `create_app`."""
-    return cast("RequestQueue", app.state.jobs)
+    return cast("RequestQueue", app.state.queue)
 
 
 def save_sessions(app: Starlette) -> None:
-    """Save what the sessions of an application hold; its jobs must have ended."""
+    """Save what the sessions of an application hold; its requests must have ended."""
     app.state.save()
 
 

@@ -1,7 +1,7 @@
-"""The life of one generating request, whatever its dialect.
+"""The life of one generating request, whatever its API.
 
 Owns: the order of steps (read, check, tokenize, queue, deliver), the request body's limits, ids,
-and the log line at the end. Refuses to know: fields and shapes of a dialect. Invariant: a request
+and the log line at the end. Refuses to know: members and shapes of an API. Invariant: a request
 that is refused for what it says has neither touched a session nor entered the queue.
 """
 
@@ -10,24 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.errors import CancelledError, RequestError
-from ds4py.server.api.prepared import Prepare, PreparedRequest, Service
-from ds4py.server.api.reply import ResponseShape, rate
+from ds4py.generation.grammar import Constraint, GrammarSource
+from ds4py.server.api.reply import NewResponse, ResponseShape, rate
 from ds4py.server.errors import json_response
+from ds4py.server.http.admission import AdmissionControl
 from ds4py.server.http.sse import cancelled_when_gone, send_stream, send_whole
-from ds4py.server.observability.health import served_name
-from ds4py.server.observability.request_metrics import RequestMeter
+from ds4py.server.observability.request_metrics import RequestMeter, RequestMetrics
 from ds4py.server.requests.events import Done
-from ds4py.server.requests.queue import RequestHandle
-from ds4py.server.requests.request import GenerationRequest
+from ds4py.server.requests.prompts import PromptWriter
+from ds4py.server.requests.queue import RequestHandle, RequestQueue
+from ds4py.server.requests.request import GenerationRequest, OutputFormat
+from ds4py.server.requests.state import RequestState
 
 _log = logging.getLogger(__name__)
 
@@ -41,113 +43,150 @@ DISCARD_SECONDS: Final = 5.0
 """Time for which the rest of a body that is too large is read and thrown away."""
 
 
-_DS4_SAMPLING: Final = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05)
-"""Of ds4 while its model reasons, whatever a request says (docs/spec/server-and-cli.md 1.5)."""
+ReadRequest = Callable[[bytes], GenerationRequest]
+"""Checks a body; runs on a helper thread, raises `RequestError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What all generating endpoints share.
+
+    Args:
+        model: Name of the served model.
+        config: Limits and defaults.
+        prompts: Writes for the model.
+        grammars: Makes constraints for the vocabulary of the model.
+        queue: Generation threads.
+        numbers: Source of reply ids.
+        metrics: Counts requests.
+        admission: Lets requests in.
+    """
+
+    model: str
+    config: ServerConfig
+    prompts: PromptWriter
+    grammars: GrammarSource
+    queue: RequestQueue
+    numbers: Iterator[int]
+    metrics: RequestMetrics
+    admission: AdmissionControl
 
 
 class Endpoint:
-    """One POST route that generates (an ASGI application)."""
+    """One POST route that generates (an ASGI application).
 
-    def __init__(self, service: Service, prepare: Prepare):
+    Args:
+        service: Of the server.
+        read: Body to request, of the route's API.
+        respond: Request to response, of the same API.
+    """
+
+    def __init__(self, service: Service, read: ReadRequest, respond: NewResponse):
         self._service = service
-        self._prepare = prepare
-        self._limit = service.config.max_body_bytes
+        self._read = read
+        self._respond = respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; raises what the application's border turns into a reply."""
-        meter = self._service.metrics.accepted(scope["path"])
+        service = self._service
+        meter = service.metrics.accepted(scope["path"])
         try:
-            with self._service.admission.admitted() as take:
-                body = await read_body(Request(scope, receive), self._limit, take)
+            with service.admission.admitted() as take:
+                body = await read_body(Request(scope, receive), service.config.max_body_bytes, take)
                 # reading and tokenizing a long prompt takes seconds: not on the event loop
-                prepared = await self._service.admission.helped(self._prepare, self._service, body)
+                state = await service.admission.helped(self._prepare, body, meter)
                 del body  # may be large, and the reply takes long
-                done = await self._serve(prepared, meter, scope, receive, send)
+                done = await self._serve(state, scope["path"], receive, send)
         except BaseException as error:
             meter.failed(error)
             raise
         meter.finished(done.finish, done.error)
 
-    async def _serve(
-        self,
-        prepared: PreparedRequest,
-        meter: RequestMeter,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> Done:
+    def _prepare(self, body: bytes, meter: RequestMeter) -> RequestState:
+        """Read a body and write its prompt (on a helper thread).
+
+        Whatever can be refused is refused here, before the queue: the grammar is compiled, too.
+        """
         service = self._service
-        name = prepared.options.model or served_name(service.backend.card, service.config)
-        reply = prepared.reply(next(service.numbers), int(time.time()), name)
-        meter.queued()
-        handle = service.queue.submit(_generation_request(service, prepared, meter))
+        request = self._read(body)
+        prompt = service.prompts.write(request)
+        constraint = _constraint(service.grammars, request.output_format)
+        limit = service.config.request_seconds
+        return RequestState(
+            request=request,
+            prompt=prompt,
+            constraint=constraint,
+            deadline=None if limit is None else time.monotonic() + limit,
+            meter=meter,
+        )
+
+    async def _serve(self, state: RequestState, path: str, receive: Receive, send: Send) -> Done:
+        service, request = self._service, state.request
+        reply = self._respond(
+            request,
+            number=next(service.numbers),
+            created=int(time.time()),
+            model=request.model or service.model,
+        )
+        state.meter.queued()  # first: a generation thread may take it before `submit` returns
+        handle = service.queue.submit(state)
         try:
-            done = await self._deliver(handle, prepared, reply, receive, send)
+            done = await self._deliver(handle, request, reply, receive, send)
         except Exception as error:
-            _log_end(reply.id, scope["path"], Done(finish="error", error=error))
+            _log_end(reply.id, path, Done(finish="error", error=error))
             raise
-        _log_end(reply.id, scope["path"], done)
+        _log_end(reply.id, path, done)
         return done
 
     async def _deliver(
         self,
         handle: RequestHandle,
-        prepared: PreparedRequest,
+        request: GenerationRequest,
         reply: ResponseShape,
         receive: Receive,
         send: Send,
     ) -> Done:
         async with cancelled_when_gone(handle, receive):
-            if not prepared.options.stream:
+            if not request.stream:
                 return await send_whole(handle, reply, send)
             return await send_stream(
                 handle,
                 reply,
                 send,
-                progress=prepared.options.progress,
+                progress=request.progress,
                 keepalive=self._service.config.keepalive_seconds,
             )
 
 
 class Counter:
-    """One POST route that only counts the tokens of a prompt (an ASGI application)."""
+    """One POST route that only counts the tokens of a prompt (an ASGI application).
 
-    def __init__(self, service: Service, count: Callable[[Service, bytes], int]):
+    Args:
+        service: Of the server.
+        read: Body to request, of an API whose prompts are conversations.
+    """
+
+    def __init__(self, service: Service, read: ReadRequest):
         self._service = service
-        self._count = count
+        self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; raises as `Endpoint`."""
         service = self._service
         with service.admission.admitted() as take:
             body = await read_body(Request(scope, receive), service.config.max_body_bytes, take)
-            n_tokens = await service.admission.helped(self._count, service, body)
+            n_tokens = await service.admission.helped(self._count, body)
         await json_response({"input_tokens": n_tokens})(scope, receive, send)
 
+    def _count(self, body: bytes) -> int:
+        return self._service.prompts.count(self._read(body))
 
-def _generation_request(
-    service: Service, prepared: PreparedRequest, meter: RequestMeter
-) -> GenerationRequest:
-    config, options = service.config, prepared.options
-    wanted = config.max_tokens if options.max_tokens is None else options.max_tokens
-    limit = config.request_seconds
-    if config.compat_sampling and service.text.chat.opens_reasoning(prepared.prompt):
-        options = replace(options, sampling=replace(_DS4_SAMPLING, seed=options.sampling.seed))
-    return GenerationRequest(
-        prompt=prepared.prompt,
-        options=options,
-        max_tokens=min(wanted, service.backend.n_ctx - len(prepared.prompt)),
-        thinking=prepared.thinking,
-        may_think=prepared.may_think,
-        calls=prepared.calls,
-        call_prefix=prepared.call_prefix,
-        retry=None if options.stream or prepared.calls is None else prepared.retry,
-        constraint=prepared.constraint,
-        conclude=prepared.conclude,
-        prefix_length=prepared.prefix_length,
-        deadline=None if limit is None else time.monotonic() + limit,
-        meter=meter,
-    )
+
+def _constraint(grammars: GrammarSource, wanted: OutputFormat | None) -> Constraint | None:
+    """Compile the grammar of a request's answer."""
+    if wanted is None:
+        return None
+    return grammars.compile(wanted.kind, wanted.text, lenient=not wanted.strict)
 
 
 def _log_end(name: str, path: str, done: Done) -> None:

@@ -2,7 +2,7 @@
 
 Owns: CORS, `OPTIONS`, the API key, exceptions to replies. Refuses to know: routes, models, threads.
 Invariant: whatever is raised before a reply began is answered with an error body of the client's
-dialect, never with a traceback; a wrong key costs as long to refuse as a right one to accept.
+API, never with a traceback; a wrong key costs as long to refuse as a right one to accept.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FrontMiddleware:
 
 
 def _named_key(request: Request) -> bytes:
-    """Return the key that a client names, in the way of either family of dialects."""
+    """Return the key that a client names, in the way of either family of APIs."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
         return token.strip().encode("latin-1", "replace")

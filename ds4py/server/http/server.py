@@ -233,7 +233,7 @@ class _HttpConnection(H11Protocol):
             self._watch_progress()  # the connection closes only when the client has taken all
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP in the words of docs/spec/server-and-cli.md 1.3."""
+        """Refuse what is no HTTP in the words of docs/spec/server-and-cli.md#errors."""
         _log.debug("refused a connection of %s: %s", self.client, msg)
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
             self.transport.abort()  # in the middle of a reply there is no place for an error

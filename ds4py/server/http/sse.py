@@ -1,7 +1,7 @@
-"""Send a job's events to its client: as one reply, or as server-sent events.
+"""Send a request's events to its client: as one reply, or as server-sent events.
 
 Owns: when each frame goes out, what a client hears while it waits, and noticing that it is gone.
-Refuses to know: what a frame looks like (`replies`), who generates. Invariant: the job is cancelled
+Refuses to know: what a frame looks like (`api`), who generates. Invariant: the request is cancelled
 whenever the client stops listening, in every phase; an error before the first byte is an HTTP
 status.
 """
@@ -25,7 +25,7 @@ _HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b
 
 @contextlib.asynccontextmanager
 async def cancelled_when_gone(handle: RequestHandle, receive: Receive) -> AsyncIterator[None]:
-    """Cancel a job as soon as its client disconnects, and when the block is left early.
+    """Cancel a request as soon as its client disconnects, and when the block is left early.
 
     The request's body must have been read: what comes next on `receive` is the disconnect.
     """
@@ -39,7 +39,7 @@ async def cancelled_when_gone(handle: RequestHandle, receive: Receive) -> AsyncI
     try:
         yield
     finally:
-        handle.cancel()  # of no effect on a job that is done
+        handle.cancel()  # of no effect on one that is done
         watcher.cancel()
         await asyncio.wait([watcher])
 
@@ -48,12 +48,12 @@ async def send_whole(handle: RequestHandle, reply: ResponseShape, send: Send) ->
     """Wait for the end, then send one JSON reply.
 
     Raises:
-        Exception: The job failed before its prompt was evaluated.
+        Exception: The request failed before its prompt was evaluated.
     """
     answer: Answer | None = None
     while not isinstance(event := await handle.next(), Done):
         if isinstance(event, Started):
-            answer = Answer()
+            answer = Answer()  # also the second time, which takes back what came before
         elif answer is not None and not isinstance(event, Queued | Prefilling | None):
             answer.add(event)
     if event.error is not None and answer is None:
@@ -82,8 +82,11 @@ async def send_stream(
         progress: Tell in comments how much of the prompt is evaluated, whenever that is known.
         keepalive: Longest silence, in seconds.
 
+    Returns:
+        The end, also of a reply that failed after its headers were sent.
+
     Raises:
-        Exception: The job failed before the headers were sent.
+        Exception: The request failed before the headers were sent.
     """
     stream = _EventStream(handle, reply, send, keepalive)
     while not isinstance(event := await stream.next_event(), Started | Done):
@@ -94,6 +97,7 @@ async def send_stream(
         return event
     await stream.write(*reply.started(event))
     while not isinstance(event := await stream.next_event(), Done):
+        # what was sent cannot be taken back, so a stream has no second `Started` to obey
         if not isinstance(event, Queued | Prefilling | Started):
             await stream.write(*reply.written(event))
     await stream.write(*reply.closing(event), more=False)
@@ -114,7 +118,7 @@ class _EventStream:
         self._begun = False
 
     async def next_event(self) -> ReplyEvent:
-        """Wait for the job's next event, and say something whenever the silence gets long.
+        """Wait for the next event, and say something whenever the silence gets long.
 
         What the client does not see, such as progress that it did not ask for, is silence too.
         """
@@ -138,8 +142,8 @@ class _EventStream:
         self._wrote = self._clock()
 
     async def fail(self, done: Done) -> None:
-        """Report a job that ended before its first text: as an event, or by raising."""
-        error = done.error or RuntimeError("the job ended before it started")
+        """Report a request that ended before its first text: as an event, or by raising."""
+        error = done.error or RuntimeError("the request ended before it started")
         if not self._begun:
             raise error
         await self.write(self._reply.failure(describe(error)), more=False)

@@ -76,7 +76,7 @@ def _mean(total: int, count: int) -> float:
 
 
 def model_objects(backend: Backend, config: ServerConfig) -> list[Json]:
-    """Return the entries of `/v1/models` (docs/spec/server-and-cli.md 1.2)."""
+    """Return the entries of `/v1/models` (docs/spec/server-and-cli.md#endpoints)."""
     display = backend.card.name or served_name(backend.card, config)
     most = min(config.max_tokens, backend.n_ctx)
     return [

@@ -1,11 +1,12 @@
 """What a generation tells about itself, event by event, and the whole that the events add up to.
 
 Owns: the events between a generation thread and a client's connection, `Answer`. Refuses to know:
-dialects, JSON, how events are made. Invariant: frozen values; an event is about one thing.
+APIs, JSON, how events are made. Invariant: frozen values; an event is about one thing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,9 +100,9 @@ class TextPiece:
 
     Args:
         text: Of the answer. May be empty if there are tokens.
-        tokens: Ids sampled since the last piece, if the order asks for them.
+        tokens: Ids sampled since the last piece, if the request asks for them.
         reasoning: Text of the reasoning.
-        logprobs: Of the tokens sampled since the last piece, if the order asks for them.
+        logprobs: Of the tokens sampled since the last piece, if the request asks for them.
     """
 
     text: str
@@ -146,7 +147,7 @@ class Done:
     """The end of a request, always its last event.
 
     Args:
-        finish: The reason, in the words of the OpenAI dialect.
+        finish: The reason, in the words of the OpenAI API.
         stop: The stop text that ended the reply.
         error: Why it failed; exactly when `finish` is "error".
         tally: What it cost.
@@ -163,6 +164,9 @@ Written = TextPiece | CallOpened | CallFragment | CallClosed
 
 Early = Queued | Prefilling | Started | Written
 ReplyEvent = Early | Done
+
+Emit = Callable[[Early], None]
+"""Takes one event on its way to the client."""
 
 
 @dataclass(frozen=True, slots=True)

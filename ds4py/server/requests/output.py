@@ -13,19 +13,20 @@ from collections.abc import Sequence
 from typing import Final
 
 from ds4py.generation.choice import TokenLogprobs
-from ds4py.generation.logits_processors import LogitBias, SamplingControls
+from ds4py.generation.logits_processors import SamplingControls
 from ds4py.generation.loop import Token
 from ds4py.server.requests.events import (
     Answer,
     CallClosed,
     CallFragment,
     CallOpened,
+    Emit,
     LogProb,
     Ranked,
     TextPiece,
     Written,
 )
-from ds4py.server.requests.request import Emit, GenerationRequest
+from ds4py.server.requests.state import RequestState
 from ds4py.text.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning, ReplyPart
 from ds4py.text.reasoning import THINK_END
 from ds4py.text.reply import ReplySplitter
@@ -38,51 +39,54 @@ _IMPOSSIBLE: Final = -9999.0
 
 
 class OutputProcessor:
-    """One reply; used by one thread."""
+    """One reply; used by one thread.
 
-    def __init__(self, request: GenerationRequest, emit: Emit, tokenizer: Tokenizer):
-        self._request = request
+    Args:
+        state: Of the request; only read, except that its grammar begins with the answer.
+        emit: Takes the events of the reply in order.
+        tokenizer: Of the model.
+    """
+
+    def __init__(self, state: RequestState, emit: Emit, tokenizer: Tokenizer):
+        prompt = state.prompt
+        self._request = state.request
+        self._meter = state.meter
+        self._constraint = state.constraint
+        self._reads_calls = prompt.calls is not None
         self._emit = emit
         self._tokenizer = tokenizer
-        self._text = TextStream(request.options.stop)
+        self._text = TextStream(state.request.stop)
         self._parts = ReplySplitter(
-            thinking=request.thinking, calls=request.calls, may_think=request.may_think
+            thinking=prompt.thinking, calls=prompt.calls, may_think=prompt.may_think
         )
         self._shown = frozenset(
             tokenizer.special_ids[name]
-            for name in (request.calls.control_tokens if request.calls else ())
+            for name in (prompt.calls.control_tokens if prompt.calls else ())
             if name in tokenizer.special_ids
         )
         self._ids: list[str] = []
         self._unsent: list[int] = []
         self._logprobs: list[LogProb] = []
         self._cut_short = False
-        if request.constraint is not None and not request.thinking:
-            request.constraint.start()
+        if self._constraint is not None and not prompt.thinking:
+            self._constraint.start()
         self.answer = Answer()
         self.tokens: list[int] = []
         self.n_reasoning = 0
 
     def controls(self) -> SamplingControls:
         """Return what steers the choice of the reply's tokens."""
-        options = self._request.options
-        adjusted = options.logit_bias or options.presence_penalty or options.frequency_penalty
-        logit_bias = LogitBias(
-            bias=dict(options.logit_bias),
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-        )
         return SamplingControls(
-            logit_bias=logit_bias if adjusted else None,
-            constraint=self._request.constraint,
-            greedy_now=None if self._request.calls is None else lambda: self._parts.structural,
-            forced=None if options.thinking_budget is None else self._forced,
-            n_logprobs=options.n_logprobs,
+            logit_bias=self._request.logit_bias,
+            constraint=self._constraint,
+            greedy_now=(lambda: self._parts.structural) if self._reads_calls else None,
+            forced=None if self._request.thinking_budget is None else self._forced,
+            n_logprobs=self._request.n_logprobs,
         )
 
     def _forced(self) -> Sequence[int]:
         """Return the end of reasoning that has used up its budget, once."""
-        budget = self._request.options.thinking_budget
+        budget = self._request.thinking_budget
         if budget is None or not self._parts.thinking or self.n_reasoning < budget:
             return ()
         if self._cut_short:
@@ -135,18 +139,18 @@ class OutputProcessor:
     def take(self, token: Token) -> None:
         """Count a sampled token and emit what it makes certain."""
         self.tokens.append(token.id)
-        thinking = self._parts.thinking
+        thinking = self._parts.thinking  # before the push: a tag that ends it is reasoning itself
         self.n_reasoning += thinking
-        self._request.meter.token(reasoning=thinking)
+        self._meter.token(reasoning=thinking)
         if token.logprobs is not None and not thinking:
             self._logprobs.append(self._logprob(token.id, token.logprobs))
-        if self._request.options.token_ids:
+        if self._request.token_ids:
             self._unsent.append(token.id)
         self._show(self._parts.push(self._text.push(self._bytes(token.id))))
-        if self._unsent or self._logprobs:
+        if self._unsent or self._logprobs:  # the token made no text certain, but is told at once
             self._say(self._piece(""))
-        if thinking and not self._parts.thinking and self._request.constraint is not None:
-            self._request.constraint.start()
+        if thinking and not self._parts.thinking and self._constraint is not None:
+            self._constraint.start()  # the grammar is the answer's: reasoning is free
 
     def _bytes(self, token: int) -> bytes:
         return self._tokenizer.token_bytes(token, special=token in self._shown)
@@ -162,16 +166,17 @@ class OutputProcessor:
 
     def end(self, *, by_model: bool) -> bool:
         """Emit what was held back; tell whether the reply is at its own end."""
+        # what waited for a stop text is text first; only then can the parts be told to end
         self._show(self._parts.push(self._text.finish()))
         self._show(self._parts.finish(ended=by_model and not self._text.stopped))
         return by_model or self._text.stopped
 
-    def close(self, *, streamed: bool) -> list[str]:
+    def close(self) -> list[str]:
         """Emit the rest; return the ids of the calls, none if they do not count.
 
         Calls that cannot be read are text, unless their client was already told of one.
         """
-        if self._parts.malformed and not (streamed and self._parts.n_calls):
+        if self._parts.malformed and not (self._request.stream and self._parts.n_calls):
             self._say(TextPiece(self._parts.raw_block))
         if not self._parts.called:
             self.answer.drop_calls()
@@ -196,7 +201,7 @@ class OutputProcessor:
                 case Content(text=text):
                     self._say(self._piece(text))
                 case CallBegun():
-                    self._ids.append(f"{self._request.call_prefix}{secrets.token_hex(16)}")
+                    self._ids.append(f"{self._request.call_id_prefix}{secrets.token_hex(16)}")
                     self._say(CallOpened(part.index, self._ids[-1], part.name))
                 case CallArguments():
                     self._say(CallFragment(part.index, part.text))

@@ -1,20 +1,31 @@
-"""From a checked request to the token ids of its prompt.
+"""From a request to the token ids of its prompt, and to other prompts of the same conversation.
 
-Owns: how turns of a request become messages, which bare prompts are left as they are, and the
-refusal of prompts that do not fit. Refuses to know: JSON, sessions, chat formats. Invariant: a
-prompt that passed `check_fits` has at least one token and leaves room for one more.
+Owns: how turns become messages of a chat format, which bare prompts are left as they are, where the
+first question stands, and the refusal of prompts that do not fit. Refuses to know: JSON, sessions,
+how formats write. Invariant: a prompt that `PromptWriter.write` returns has at least one token and
+leaves room for one more.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ds4py.contracts import ModelCard
+from ds4py.config import ServerConfig
+from ds4py.contracts import Backend
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import ChatMessage
+from ds4py.server.history.conversations import ConversationMemory
+from ds4py.server.history.exact_tokens import common_prefix
+from ds4py.server.history.tool_calls import ToolCallMemory
+from ds4py.server.requests.request import (
+    ChatMessage,
+    CompletionPrompt,
+    Conversation,
+    GenerationRequest,
+    is_begun,
+)
+from ds4py.server.requests.state import TokenizedPrompt
 from ds4py.text.chat_formats.template import ChatFormat
 from ds4py.text.tokenizer.tokenizer import Tokenizer
 
@@ -30,8 +41,8 @@ _SLICE: Final = 1 << 15
 _BEHIND_END: Final = 4
 """Tokens among which the end of a turn is searched."""
 
-BlockFor = Callable[[Sequence[str]], str | None]
-"""Returns the model's own words for calls with these ids, if they are known."""
+_OTHER_QUESTIONS: Final = ("\u2042", "\u203d")
+"""Questions that nobody asks, to see where questions begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,65 +58,225 @@ class TextStack:
     chat: ChatFormat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """How conversations are written.
+class PromptWriter:
+    """Writes the prompts of one server; any number of threads may use it at once.
 
     Args:
-        think: How much to reason; None leaves it to the model's format.
-        tools: JSON texts of those on offer.
-        default_system: Begin with the format's own system text if no message has one.
-        system_in_place: Leave system messages where they are.
-        block_for: Finds the words in which the model made calls; None writes all calls again.
+        text: Tokenizer and chat format of the model.
+        backend: Of the same model: how much fits, and which ids there are.
+        config: How system messages and earlier calls are written.
+        memory: Where the model's own words for earlier calls are found.
+
+    Attributes:
+        text: As given.
     """
 
-    think: str | None = None
-    tools: Sequence[str] = ()
-    default_system: bool = False
-    system_in_place: bool = False
-    block_for: BlockFor | None = None
+    def __init__(
+        self, text: TextStack, backend: Backend, config: ServerConfig, memory: ConversationMemory
+    ):
+        self.text = text
+        self._backend = backend
+        self._system_in_place = config.system_in_place
+        self._tool_calls = memory.tool_calls if config.exact_replay else None
+        self._disk_prefixes = memory.disk_prefixes
+
+    def write(self, request: GenerationRequest) -> TokenizedPrompt:
+        """Return the prompt of a request.
+
+        Raises:
+            RequestError: The model cannot do what is asked, its format refuses the conversation, an
+                id is outside the vocabulary, or the prompt does not fit the context.
+        """
+        prompt, n_ctx = request.prompt, self._backend.n_ctx
+        if isinstance(prompt, CompletionPrompt):
+            ids = self._completion_ids(prompt, request.think)
+            check_fits(ids, n_ctx, param="prompt")
+            return TokenizedPrompt(ids)
+        ids = self._conversation_ids(request, prompt)
+        check_fits(ids, n_ctx, param=prompt.member)
+        chat = self.text.chat
+        return TokenizedPrompt(
+            ids,
+            thinking=chat.opens_reasoning(ids),
+            may_think=chat.may_think and request.think != "none",
+            calls=chat.call_format if prompt.tools.in_prompt else None,
+        )
+
+    def count(self, request: GenerationRequest) -> int:
+        """Return the tokens of a conversation's prompt, however many.
+
+        The number is rough where the prompt is so long that it was not written.
+
+        Raises:
+            RequestError: As `write`, except for prompts that do not fit.
+        """
+        conversation = _conversation_of(request)
+        n_far_too_many = self._excess(conversation)
+        if n_far_too_many is not None:
+            return n_far_too_many
+        return len(self._conversation_ids(request, conversation))
+
+    def retry_ids(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return what asks for another reply behind one whose calls cannot be read.
+
+        Returns:
+            Token ids; none if the format has no words for it.
+        """
+        conversation = _conversation_of(request)
+        turns = [_turn(message, None) for message in conversation.messages]
+        tools = conversation.tools.in_prompt
+        return tuple(self.text.chat.retry_ids(turns, think=request.think, tools=tools))
+
+    def prefix_length(self, request: GenerationRequest, ids: Sequence[int]) -> int:
+        """Return how many tokens stand before the first question, whatever it is.
+
+        That is the last turn of a user before any answer; what stands before it, system text and
+        tools, is what other conversations begin with too.
+
+        Args:
+            request: A conversation.
+            ids: Its prompt in tokens.
+
+        Returns:
+            Tokens; 0 without a question.
+        """
+        messages = _conversation_of(request).messages
+        roles = [message.role for message in messages]
+        end = roles.index("assistant") if "assistant" in roles else len(roles)
+        asked = [n for n in range(end) if roles[n] == "user"]
+        if not asked:
+            return 0
+        other = (*messages[: asked[-1]], ChatMessage("user", _OTHER_QUESTIONS[0]))
+        return common_prefix(ids, self._chat_ids(request, other))
+
+    def visible_ids(
+        self, request: GenerationRequest, said: tuple[ChatMessage, ...]
+    ) -> tuple[int, ...] | None:
+        """Return what later prompts show of a conversation and its reply, without the reply's end.
+
+        Formats write an answer otherwise when something follows it, without its reasoning for
+        example; what follows is not known yet, so it is what all prompts that go on have in common.
+
+        Args:
+            request: A conversation.
+            said: Its turns, and the reply at the end.
+
+        Returns:
+            Token ids; None if the end of the reply cannot be told in them.
+        """
+        calls = said[-1].calls
+        role, call_id = ("tool", calls[0].id) if calls else ("user", "")
+        try:
+            written, other = (
+                self._chat_ids(
+                    request, (*said, ChatMessage(role, text, call_id=call_id)), answered=True
+                )
+                for text in _OTHER_QUESTIONS
+            )
+        except RequestError:  # the format refuses such a turn, which is no fault of who asks now
+            return None
+        ends = self.text.tokenizer.eos_ids
+        shared = range(common_prefix(written, other) - 1, -1, -1)
+        last = next((n for n in shared if written[n] in ends), None)
+        return None if last is None else written[:last]
+
+    def _conversation_ids(
+        self, request: GenerationRequest, conversation: Conversation
+    ) -> tuple[int, ...]:
+        """Return the ids of a conversation's prompt, which may be too long by a little."""
+        tools = conversation.tools.in_prompt
+        if request.output_format is not None and tools:
+            raise RequestError(
+                "response_format: got it together with tools, expected one of them; drop the other",
+                param="response_format",
+            )
+        if tools and self.text.chat.call_format is None:
+            raise RequestError(
+                "tools: got some, expected none: this model's chat format has no place for tools; "
+                "serve a model that can call them, or leave them out",
+                code="tools_not_supported",
+                param="tools",
+            )
+        # before anything is written: that takes memory and minutes, only to be refused
+        n_far_too_many = self._excess(conversation)
+        if n_far_too_many is not None:
+            raise too_long(n_far_too_many, self._backend.n_ctx, param=conversation.member)
+        if self._disk_prefixes is not None:  # before writing, which finds calls in memory only
+            calls = [call.id for turn in conversation.messages for call in turn.calls]
+            self._disk_prefixes.recall_calls(calls)
+        return self._chat_ids(request, conversation.messages)
+
+    def _chat_ids(
+        self, request: GenerationRequest, messages: Sequence[ChatMessage], *, answered: bool = False
+    ) -> tuple[int, ...]:
+        """Return the ids of some messages, by default with the assistant's turn opened.
+
+        Those that end with an answer are a begun turn, which the model shall go on with.
+
+        Args:
+            request: A conversation; how it is written.
+            messages: Those of the conversation, or others instead of them.
+            answered: They end with an answer: open no further turn.
+
+        Raises:
+            RequestError: The model's format refuses them.
+        """
+        chat, conversation = self.text.chat, _conversation_of(request)
+        turns = [_turn(message, self._tool_calls) for message in messages]
+        has_system = any(message.role in ("system", "developer") for message in messages)
+        if conversation.default_system and chat.default_system and not has_system:
+            turns.insert(0, {"role": "system", "content": chat.default_system})
+
+        def written(*, opened: bool) -> tuple[int, ...]:
+            ids = chat.render_ids(
+                turns,
+                think=request.think,
+                tools=conversation.tools.in_prompt,
+                system_in_place=self._system_in_place,
+                add_generation_prompt=opened,
+            )
+            return tuple(ids)
+
+        if answered:
+            return written(opened=False)
+        if is_begun(messages):
+            begun = written(opened=False)
+            end = _end_of_turn(begun, self.text.tokenizer.eos_ids)
+            if end is not None:
+                return begun[:end]
+        return written(opened=True)
+
+    def _completion_ids(self, prompt: CompletionPrompt, think: str | None) -> tuple[int, ...]:
+        """Return the ids of a bare prompt.
+
+        Token ids are taken as they are. What becomes of a text is the model's chat format to say
+        (docs/spec/server-and-cli.md#prompts, item 7), unless it is a whole prompt already.
+        """
+        content, n_ctx = prompt.content, self._backend.n_ctx
+        if isinstance(content, str):
+            n_far_too_many = excess(self.text, [ChatMessage("user", content)], (), n_ctx)
+            if n_far_too_many is not None:
+                raise too_long(n_far_too_many, n_ctx, param="prompt")
+            if prompt.raw:
+                return tuple(self.text.tokenizer.prompt_ids(content))
+            return tuple(self.text.chat.completion_ids(content, think=think))
+        n_vocab = self._backend.card.n_vocab
+        for token in content:
+            if not 0 <= token < n_vocab:
+                raise RequestError(
+                    f"prompt: got token id {token}, expected 0 to {n_vocab - 1}", param="prompt"
+                )
+        return content
+
+    def _excess(self, conversation: Conversation) -> int | None:
+        tools = conversation.tools.in_prompt
+        return excess(self.text, conversation.messages, tools, self._backend.n_ctx)
 
 
-def chat_prompt(
-    text: TextStack, messages: Sequence[ChatMessage], manner: Manner, *, answered: bool = False
-) -> tuple[int, ...]:
-    """Return the ids of a conversation, by default with the assistant's turn opened.
-
-    One that ends with an answer is a begun turn, which the model shall go on with.
-
-    Args:
-        text: Of the model.
-        messages: The conversation.
-        manner: How it is written.
-        answered: It ends with an answer: open no further turn.
-
-    Raises:
-        RequestError: The model's format refuses the conversation.
-    """
-    turns = [_turn(message, manner.block_for) for message in messages]
-    has_system = any(message.role in ("system", "developer") for message in messages)
-    if manner.default_system and text.chat.default_system and not has_system:
-        turns.insert(0, {"role": "system", "content": text.chat.default_system})
-    write = functools.partial(
-        text.chat.render_ids,
-        turns,
-        think=manner.think,
-        tools=manner.tools,
-        system_in_place=manner.system_in_place,
-    )
-    if answered:
-        return tuple(write(add_generation_prompt=False))
-    if is_begun(messages):
-        begun = write(add_generation_prompt=False)
-        end = _end_of_turn(begun, text.tokenizer.eos_ids)
-        if end is not None:
-            return tuple(begun[:end])
-    return tuple(write(add_generation_prompt=True))
-
-
-def is_begun(messages: Sequence[ChatMessage]) -> bool:
-    """Tell whether a conversation ends with an answer that the model shall go on with."""
-    return bool(messages) and messages[-1].role == "assistant" and not messages[-1].calls
+def _conversation_of(request: GenerationRequest) -> Conversation:
+    """Return the conversation of a request that cannot be anything else."""
+    assert isinstance(request.prompt, Conversation)
+    return request.prompt
 
 
 def _end_of_turn(tokens: Sequence[int], eos_ids: Collection[int]) -> int | None:
@@ -114,22 +285,13 @@ def _end_of_turn(tokens: Sequence[int], eos_ids: Collection[int]) -> int | None:
     return next((n for n in last if tokens[n] in eos_ids), None)
 
 
-def retry_prompt(
-    text: TextStack, messages: Sequence[ChatMessage], manner: Manner
-) -> tuple[int, ...]:
-    """Return the ids that ask for another reply behind one whose calls cannot be read.
+def _turn(message: ChatMessage, said: ToolCallMemory | None) -> dict[str, object]:
+    """Return a message as chat formats know it; what it does not have, they do not see.
 
     Args:
-        text: Of the model.
-        messages: The conversation before that reply.
-        manner: How it is written.
+        message: Of a conversation.
+        said: The words in which the model made its calls; None writes all calls again.
     """
-    turns = [_turn(message, None) for message in messages]
-    return tuple(text.chat.retry_ids(turns, think=manner.think, tools=manner.tools))
-
-
-def _turn(message: ChatMessage, block_for: BlockFor | None) -> dict[str, object]:
-    """Return a message as chat formats know it; what it does not have, they do not see."""
     calls = [
         {
             "id": call.id,
@@ -138,54 +300,22 @@ def _turn(message: ChatMessage, block_for: BlockFor | None) -> dict[str, object]
         }
         for call in message.calls
     ]
+    block = (
+        said.block_for([call.id for call in message.calls]) if said is not None and calls else ""
+    )
     more = {
         "reasoning_content": message.reasoning,
         "tool_calls": calls,
         "tool_call_id": message.call_id,
         "continues": message.continues,
-        "tool_block": block_for([call.id for call in message.calls]) if block_for and calls else "",
+        "tool_block": block,
     }
     turn: dict[str, object] = {"role": message.role, "content": message.content}
     return turn | {name: value for name, value in more.items() if value}
 
 
-def completion_prompt(
-    text: TextStack,
-    card: ModelCard,
-    prompt: str | Sequence[int],
-    *,
-    think: str | None = None,
-    raw: bool = False,
-) -> tuple[int, ...]:
-    """Return the ids of a bare prompt.
-
-    Token ids are taken as they are. What becomes of a text is the model's chat format to say
-    (docs/spec/server-and-cli.md 1.8.7), unless it is a whole prompt already.
-
-    Args:
-        text: Of the model.
-        card: Of the same model.
-        prompt: Text or ids.
-        think: How much to reason; None leaves it to the model's format.
-        raw: The text is a prompt as the model reads it: its control tokens are recognised.
-
-    Raises:
-        RequestError: An id is outside the vocabulary.
-    """
-    if isinstance(prompt, str) and raw:
-        return tuple(text.tokenizer.prompt_ids(prompt))
-    if isinstance(prompt, str):
-        return tuple(text.chat.completion_ids(prompt, think=think))
-    for token in prompt:
-        if not 0 <= token < card.n_vocab:
-            raise RequestError(
-                f"prompt: got token id {token}, expected 0 to {card.n_vocab - 1}", param="prompt"
-            )
-    return tuple(prompt)
-
-
 def check_fits(prompt: Sequence[int], n_ctx: int, *, param: str) -> None:
-    """Refuse a prompt that is empty or leaves no room (docs/spec/server-and-cli.md 1.9).
+    """Refuse a prompt that is empty or leaves no room (docs/spec/server-and-cli.md#overflow).
 
     Clients compact their conversation on this very wording and these fields.
 

@@ -1,9 +1,9 @@
 """The one bridge between the event loop and the threads that generate.
 
 Owns: a fixed number of generation threads, the queue before them, and the crossing of events back
-to the loop. Refuses to know: HTTP, models, what an order means; it runs one function. Invariant:
-each submitted job ends with exactly one `Done`, whether it ran, failed, or never started; and after
-`cancel` its function is asked to stop at its next look.
+to the loop. Refuses to know: HTTP, models, what a request means; it runs one function.
+Invariant: each submitted request ends with exactly one `Done`, whether it ran, failed, or never
+started; and after `cancel` its function is asked to stop at its next look.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 from ds4py.contracts import Cancelled
 from ds4py.errors import CancelledError, Ds4Error, RequestError
 from ds4py.server.errors import shutting_down
-from ds4py.server.requests.events import Done, Early, Queued, ReplyEvent
-from ds4py.server.requests.request import Emit, GenerationRequest
+from ds4py.server.requests.events import Done, Early, Emit, Queued, ReplyEvent
+from ds4py.server.requests.state import RequestState
 
 _log = logging.getLogger(__name__)
 
@@ -31,20 +31,20 @@ EVENTS_AHEAD: Final = 256
 STALL_SECONDS: Final = 60.0
 """Pause after which a client that takes nothing counts as gone."""
 
-RunRequest = Callable[[GenerationRequest, Emit, Cancelled], Done]
-"""Does an order on a generation thread; returns its end, or raises to fail it."""
+RunRequest = Callable[[RequestState, Emit, Cancelled], Done]
+"""Performs a request on a generation thread; returns its end, or raises to fail it."""
 
 
 class RequestHandle:
-    """One order between its HTTP handler (event loop) and a generation thread.
+    """One request between its HTTP handler (event loop) and a generation thread.
 
     Args:
-        request: What to generate.
-        forget: Takes the job out of the queue if it still waits there; tells whether it did.
+        state: Of the request; the generation thread's alone once it takes the handle.
+        forget: Takes the handle out of the queue if it still waits there; tells whether it did.
     """
 
-    def __init__(self, request: GenerationRequest, forget: Callable[[RequestHandle], bool]):
-        self.request = request
+    def __init__(self, state: RequestState, forget: Callable[[RequestHandle], bool]):
+        self.state = state
         self._forget = forget
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[ReplyEvent] = asyncio.Queue()
@@ -67,14 +67,16 @@ class RequestHandle:
         """Ask the work to stop; from any thread, any number of times.
 
         Args:
-            reason: What the job's `Done` reports; None says that the client is gone.
+            reason: What the request's `Done` reports; None says that the client is gone.
         """
         if self._cancelled.is_set():
             return
         if reason is not None:
             self._reason = reason
+        # in this order: a thread that the release wakes must find it cancelled
         self._cancelled.set()
         self._room.release()  # wakes a thread that waits for a slow client
+        # one that runs already ends with the `Done` of its own thread: there is only ever one
         if self._forget(self):
             self._push(Done(finish="error", error=self._reason))
 
@@ -86,8 +88,10 @@ class RequestHandle:
         """Hand one event to the loop (generation thread only).
 
         Raises:
-            CancelledError: The job was cancelled, or the client takes nothing any more.
+            CancelledError: The request was cancelled, or the client takes nothing any more.
         """
+        # waited for on the generation thread, so a slow client holds its own session up, and no
+        # memory grows; the loop cannot wait here, and `Done` never does
         if not self._room.acquire(timeout=STALL_SECONDS):
             self.cancel()
         if self.is_cancelled():
@@ -118,9 +122,9 @@ class RequestQueue:
     """Bounded queue and generation threads, first come first served.
 
     Args:
-        run: What a thread does for an order.
-        n_threads: Orders that run at once: as many as the backend has sessions.
-        max_queue: Orders that may wait beyond these.
+        run: What a thread does for a request.
+        n_threads: Requests that run at once: as many as the backend has sessions.
+        max_queue: Requests that may wait beyond these.
     """
 
     def __init__(self, run: RunRequest, *, n_threads: int, max_queue: int):
@@ -135,17 +139,17 @@ class RequestQueue:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Jobs that run and jobs that wait."""
+        """Requests that run and requests that wait."""
         with self._changed:
             return len(self._running), len(self._waiting)
 
-    def submit(self, request: GenerationRequest) -> RequestHandle:
-        """Queue an order (event loop only).
+    def submit(self, state: RequestState) -> RequestHandle:
+        """Queue a request (event loop only).
 
         Raises:
             RequestError: Status 429: the queue is full; 503: the server is shutting down.
         """
-        handle = RequestHandle(request, self._forget)
+        handle = RequestHandle(state, self._forget)
         with self._changed:
             if self._closed:
                 raise shutting_down()
@@ -158,8 +162,9 @@ class RequestQueue:
                     code="queue_full",
                 )
             if len(self._threads) < min(self._n_threads, busy + 1):
-                self._start_thread()  # first: if it fails, nobody takes a job without a client
+                self._start_thread()  # first: if it fails, nobody takes a request without a client
             self._waiting.append(handle)
+            # with the lock held, or a later position could come first; telling never waits
             if len(self._running) + len(self._waiting) > self._n_threads:
                 handle.tell_position(len(self._waiting))
             self._changed.notify()
@@ -176,7 +181,7 @@ class RequestQueue:
             self._closed = True
             waiting = list(self._waiting)
             self._changed.notify_all()
-        for handle in waiting:
+        for handle in waiting:  # without the lock, which `cancel` takes to forget them
             handle.cancel(shutting_down())
         with self._changed:
             self._changed.wait_for(lambda: not self._running, grace)
@@ -220,7 +225,7 @@ class RequestQueue:
     def _serve(self) -> None:
         while (handle := self._take()) is not None:
             try:
-                done = self._run(handle.request, handle.emit, handle.is_cancelled)
+                done = self._run(handle.state, handle.emit, handle.is_cancelled)
             except Exception as error:  # noqa: BLE001 - a thread body: the client must get an end
                 if not isinstance(error, Ds4Error):
                     _log.exception("a generation thread failed")

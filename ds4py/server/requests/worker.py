@@ -1,70 +1,73 @@
 """What a generation thread does for one request.
 
 Owns: the meeting of session, sampler and reply; which of several prompts of one meaning is
-evaluated; the request's tally, and the one hidden retry of a call that cannot be read. Refuses to
-know: the event loop, HTTP, JSON, what a token means (`output`). Invariant: the session is
-given back before `perform` returns or raises.
+evaluated, and the one hidden retry of a call that cannot be read. Refuses to know: the event loop,
+HTTP, JSON, what a token means (`output`). Invariant: the session is given back before `perform`
+returns or raises.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
+from ds4py.config import SamplingParams
 from ds4py.contracts import Backend, Cancelled, Session
 from ds4py.errors import CancelledError, Ds4Error, LocalProtocolError, RequestError
 from ds4py.generation.logits_processors import SamplingController
 from ds4py.generation.loop import Finished, FinishReason, GenerationStep, Prefilled, Token, generate
 from ds4py.generation.sampling import Sampler
+from ds4py.server.history.conversations import ConversationMemory
 from ds4py.server.history.disk_prefix_cache import DiskPrefixCache
-from ds4py.server.history.exact_tokens import ExactTokens
-from ds4py.server.history.tool_calls import ToolCallMemory
-from ds4py.server.requests.events import Done, Finish, Prefilling, Started, Tally
+from ds4py.server.requests.events import Done, Emit, Finish, Prefilling, Started, Tally
 from ds4py.server.requests.output import OutputProcessor
-from ds4py.server.requests.prompts import TextStack
-from ds4py.server.requests.request import Emit, GenerationRequest
+from ds4py.server.requests.prompts import PromptWriter
+from ds4py.server.requests.request import Conversation
+from ds4py.server.requests.state import RequestState
 from ds4py.snapshot.kvc import Reason
-from ds4py.text.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+
+_DS4_SAMPLING: Final = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05)
+"""Of ds4 while its model reasons, whatever a request says (server-and-cli.md#sampling)."""
 
 _SAVE_SECONDS: Final = 5.0
 """Time that the end of a server waits for sessions that are still in use."""
 
 
 class GenerationWorker:
-    """Performs orders; any number of threads may do so at once.
+    """Performs requests; any number of threads may do so at once.
 
     Args:
         backend: Sessions of the model.
-        text: Tokenizer of the same model.
-        tools: Where the words of calls are remembered.
-        exact_tokens: Where conversations are remembered.
-        disk_prefixes: Sessions on disk; None keeps none.
+        prompts: Writes for the same model.
+        memory: Of conversations.
+        compat_sampling: Ignore the sampling of requests whose model reasons, as ds4 does.
     """
 
     def __init__(
         self,
         backend: Backend,
-        text: TextStack,
-        tools: ToolCallMemory,
-        exact_tokens: ExactTokens,
-        disk_prefixes: DiskPrefixCache | None = None,
+        prompts: PromptWriter,
+        memory: ConversationMemory,
+        *,
+        compat_sampling: bool = False,
     ):
         self._backend = backend
-        self._tokenizer = text.tokenizer
-        self._tools = tools
-        self._exact_tokens = exact_tokens
-        self._disk_prefixes = disk_prefixes
+        self._prompts = prompts
+        self._memory = memory
+        self._compat_sampling = compat_sampling
 
-    def perform(self, request: GenerationRequest, emit: Emit, cancelled: Cancelled) -> Done:
+    def perform(self, state: RequestState, emit: Emit, cancelled: Cancelled) -> Done:
         """Generate one answer.
 
         Args:
-            request: What to generate.
+            state: Of the request; nobody else touches it meanwhile.
             emit: Takes events in order; raises `CancelledError` when nobody wants them any more.
             cancelled: Polled while waiting and between chunks and tokens.
 
@@ -76,16 +79,17 @@ class GenerationWorker:
         """
 
         def given_up() -> bool:
-            return cancelled() or request.late
+            return cancelled() or state.is_late
 
-        run = GenerationTask(request, emit, self._tokenizer, self._tools, self._disk_prefixes)
-        prompt = self._best_path(request.prompt)
+        state.begin()
+        task = GenerationTask(state, emit, self._prompts, self._memory, self._sampling(state))
+        state.evaluated = self._best_path(state.prompt.ids)
         try:
-            lease = self._backend.lease(prompt, cancelled=given_up)
-            with lease as session, request.meter.leased():
-                return run.drive(session, prompt, given_up)
+            lease = self._backend.lease(state.evaluated, cancelled=given_up)
+            with lease as session, state.meter.leased():
+                return task.drive(session, given_up)
         except CancelledError as error:
-            if request.late and not cancelled():
+            if state.is_late and not cancelled():
                 raise RequestError(
                     "the time limit of the request passed before its prompt was evaluated; "
                     "try again later, or with a shorter prompt",
@@ -97,14 +101,21 @@ class GenerationWorker:
     def _best_path(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """Return the prompt of the same meaning that costs least to evaluate now."""
         n_ctx = self._backend.n_ctx
-        paths = [path for path in self._exact_tokens.paths(prompt) if len(path) < n_ctx]
+        paths = [path for path in self._memory.exact_tokens.paths(prompt) if len(path) < n_ctx]
         if not paths:
             return prompt
         return min((prompt, *paths), key=lambda path: len(path) - self._backend.n_cached(path))
 
+    def _sampling(self, state: RequestState) -> SamplingParams:
+        """Return how the reply's tokens are chosen, seed included."""
+        sampling = state.request.sampling
+        if self._compat_sampling and self._prompts.text.chat.opens_reasoning(state.prompt.ids):
+            return replace(_DS4_SAMPLING, seed=sampling.seed)
+        return sampling
+
     def save_all(self, n_sessions: int) -> None:
         """Save every session that nobody uses any more; for the end of a server."""
-        if self._disk_prefixes is None:
+        if self._memory.disk_prefixes is None:
             return
         health = self._backend.health()
         if not health.ready:  # saving would wait for it in vain
@@ -119,45 +130,48 @@ class GenerationWorker:
                 except CancelledError:
                     _log.warning("a session is still in use and is not saved")
                     return
-                self._disk_prefixes.save(session, Reason.SHUTDOWN)
+                self._memory.disk_prefixes.save(session, Reason.SHUTDOWN)
 
 
 class GenerationTask:
-    """The state of one order while it runs."""
+    """One request on a leased session; used once, by one thread.
+
+    Args:
+        state: Of the request, begun.
+        emit: See `GenerationWorker.perform`.
+        prompts: Writes for the model.
+        memory: Of conversations.
+        sampling: How tokens are chosen; the second attempt begins with the same seed.
+    """
 
     def __init__(
         self,
-        request: GenerationRequest,
+        state: RequestState,
         emit: Emit,
-        tokenizer: Tokenizer,
-        tools: ToolCallMemory,
-        disk_prefixes: DiskPrefixCache | None,
+        prompts: PromptWriter,
+        memory: ConversationMemory,
+        sampling: SamplingParams,
     ):
-        self._request = request
+        self._request = state.request
+        self._state = state
         self._emit = emit
-        self._tokenizer = tokenizer
-        self._tools = tools
-        self._disk_prefixes = disk_prefixes
-        self._prompt = request.prompt
-        self._began = time.monotonic()
-        self._n_prompt = len(request.prompt)
-        self._prefilled: float | None = None
-        self._n_cached: int | None = None
-        self._n_spent = 0
-        self._reply = OutputProcessor(request, emit, tokenizer)
+        self._prompts = prompts
+        self._memory = memory
+        self._sampling = sampling
+        self._reply = OutputProcessor(state, emit, prompts.text.tokenizer)
 
-    def drive(self, session: Session, prompt: tuple[int, ...], cancelled: Cancelled) -> Done:
-        """Generate on a leased session; see `GenerationWorker.perform`."""
-        self._prompt = prompt
+    def drive(self, session: Session, cancelled: Cancelled) -> Done:
+        """Generate on a session; see `GenerationWorker.perform`."""
         try:
-            if self._disk_prefixes is not None:
-                self._resume(self._disk_prefixes, session, cancelled)
-            finish = self._attempt(session, self._prompt, cancelled)
+            if self._memory.disk_prefixes is not None:
+                self._resume(self._memory.disk_prefixes, session, cancelled)
+            finish = self._attempt(session, cancelled)
             if self._may_retry(session):
-                finish = self._attempt(session, self._prompt, cancelled)
+                finish = self._attempt(session, cancelled)
             finish = self._conclude(finish)
         except Exception as error:
-            if self._prefilled is None:
+            # before the first logits an error is the client's HTTP status, afterwards an event
+            if self._state.prefilled is None:
                 raise
             if not isinstance(error, Ds4Error):
                 _log.exception("generation failed")
@@ -168,58 +182,73 @@ class GenerationTask:
         self, disk_prefixes: DiskPrefixCache, session: Session, cancelled: Cancelled
     ) -> None:
         """Bring the session nearer to the prompt, by a file or by saving on the way."""
-        self._prompt = disk_prefixes.resume(session, self._prompt)
-        n_loaded = session.reusable(self._prompt)
+        state, prefix_length = self._state, None
+        if isinstance(self._request.prompt, Conversation):
+            prefix_length = partial(self._prompts.prefix_length, self._request, state.prompt.ids)
+        state.evaluated = disk_prefixes.resume(session, state.evaluated)
+        # before `prefill`, which evaluates: what is cached then is no longer what was found
+        n_loaded = session.reusable(state.evaluated)
         n_cached = disk_prefixes.prefill(
             session,
-            self._prompt,
-            self._request.prefix_length,
+            state.evaluated,
+            prefix_length,
             progress=self._report,
             cancelled=cancelled,
         )
-        self._n_cached = max(n_loaded, n_cached) if n_cached is not None else None
+        state.n_cached = max(n_loaded, n_cached) if n_cached is not None else None
 
     def _may_retry(self, session: Session) -> bool:
-        """Prepare another attempt, if the reply has calls that cannot be read."""
-        ask = self._request.retry() if self._reply.malformed and self._request.retry else ()
-        prompt = (*self._prompt, *self._reply.tokens, *ask)
+        """Prepare another attempt, if the reply has calls that cannot be read.
+
+        A stream has shown the first attempt already, so it has no other one.
+        """
+        state, reply = self._state, self._reply
+        if self._request.stream or not reply.malformed:
+            return False
+        ask = self._prompts.retry_ids(self._request)
+        prompt = (*state.evaluated, *reply.tokens, *ask)
         if not ask or len(prompt) >= session.n_ctx:
             return False
         _log.info("a call of a tool cannot be read: asking the model for another one")
-        self._n_spent = self._reply.n_tokens
-        self._reply = OutputProcessor(self._request, self._emit, self._tokenizer)
-        self._prompt = prompt
+        state.n_spent = reply.n_tokens
+        state.evaluated = prompt
+        self._reply = OutputProcessor(state, self._emit, self._prompts.text.tokenizer)
         return True
 
-    def _attempt(self, session: Session, prompt: Sequence[int], cancelled: Cancelled) -> Finish:
-        """Generate behind a prompt; what cannot be read is not emitted."""
+    def _attempt(self, session: Session, cancelled: Cancelled) -> Finish:
+        """Generate behind the prompt; what cannot be read is not emitted."""
+        state = self._state
+        budget = min(self._request.max_tokens, session.n_ctx - len(state.prompt.ids))
         events = generate(
             session,
-            prompt,
-            sampler=SamplingController(
-                Sampler(self._request.options.sampling), self._reply.controls()
-            ),
-            eos_ids=self._tokenizer.eos_ids,
-            max_tokens=self._request.max_tokens - self._n_spent,
+            state.evaluated,
+            sampler=SamplingController(Sampler(self._sampling), self._reply.controls()),
+            eos_ids=self._prompts.text.tokenizer.eos_ids,
+            max_tokens=budget - state.n_spent,
             cancelled=cancelled,
             progress=self._report,
         )
         return self._consume(session, events)
 
     def _consume(self, session: Session, events: Iterable[GenerationStep]) -> Finish:
+        disk_prefixes = self._memory.disk_prefixes
         for event in events:
             match event:
                 case Prefilled():
-                    self._start(event.n_cached)
+                    self._state.note_prefilled(event.n_cached)
+                    self._emit(Started(self._state.n_prompt, self._state.n_cached or 0))
                 case Token():
-                    if self._disk_prefixes is not None and not self._reply.in_block:
-                        self._disk_prefixes.grown(session)
+                    # between two tokens, never inside of calls
+                    # (docs/spec/server-and-cli.md#disk-cache): half a block is in no later prompt
+                    if disk_prefixes is not None and not self._reply.in_block:
+                        disk_prefixes.grown(session)
                     self._reply.take(event)
                     if self._reply.complete:
                         self._reply.end(by_model=False)
                         return "stop"
                 case Finished(reason=FinishReason.CANCELLED):
-                    if self._request.late and self._prefilled is not None:
+                    # time is a budget like any other once the prompt is evaluated
+                    if self._state.is_late and self._state.prefilled is not None:
                         self._reply.end(by_model=False)
                         return "length"
                     raise CancelledError("the request was cancelled")
@@ -228,37 +257,28 @@ class GenerationTask:
                     return "stop" if self._reply.end(by_model=by_model) else "length"
         raise LocalProtocolError("a generation ended without saying why")
 
-    def _start(self, n_cached: int) -> None:
-        """Tell that the reply begins; of a second attempt, what the first one found counts."""
-        if self._prefilled is None:
-            self._prefilled = time.monotonic()
-            self._n_prompt = len(self._prompt)
-            self._n_cached = n_cached if self._n_cached is None else self._n_cached
-            self._request.meter.prefilled(self._n_prompt, self._n_cached)
-        self._emit(Started(self._n_prompt, self._n_cached or 0))
-
     def _conclude(self, finish: Finish) -> Finish:
-        """Emit what is left of the reply, and take note of it."""
-        ids = self._reply.close(streamed=self._request.options.stream)
+        """Emit what is left of the reply, and take note of it.
+
+        All of that before the client hears of the end: it may send its next request at once.
+        """
+        ids = self._reply.close()
         if ids:
-            self._tools.remember(ids, self._reply.block)
+            self._memory.tool_calls.remember(ids, self._reply.block)
             finish = "tool_calls"
-        if self._request.conclude is not None:
-            said = (*self._prompt, *self._reply.tokens) if self._reply.says_all else ()
-            self._request.conclude(self._reply.answer, said)
+        if isinstance(self._request.prompt, Conversation):
+            said = (*self._state.evaluated, *self._reply.tokens) if self._reply.says_all else ()
+            self._memory.keep(
+                self._request.prompt,
+                self._reply.answer,
+                said,
+                n_prompt=len(self._state.prompt.ids),
+                visible=partial(self._prompts.visible_ids, self._request),
+            )
         return finish
 
     def _report(self, n_done: int, n_prompt: int) -> None:
         self._emit(Prefilling(n_done, n_prompt))
 
     def _tally(self) -> Tally:
-        now = time.monotonic()
-        prefilled = now if self._prefilled is None else self._prefilled
-        return Tally(
-            n_prompt=self._n_prompt,
-            n_cached=self._n_cached or 0,
-            n_completion=self._reply.n_tokens,
-            n_reasoning=self._reply.n_reasoning,
-            prefill_seconds=prefilled - self._began,
-            decode_seconds=now - prefilled,
-        )
+        return self._state.tally(self._reply.n_tokens, self._reply.n_reasoning)

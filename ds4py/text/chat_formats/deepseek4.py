@@ -1,8 +1,9 @@
 """Conversations as DeepSeek V4 reads them: messages to prompt, without a template in the file.
 
-Owns: turns, reasoning kept or dropped, thinking modes (docs/spec/deepseek4-model.md 7.1 to 7.4).
-Refuses to know: tool markup (`dsml`), HTTP, sessions. Invariant: a prompt is built of markers and
-ordinary text, so nothing that a client writes becomes a marker, unless ds4's way is asked for.
+Owns: turns, reasoning kept or dropped, thinking modes
+(docs/spec/deepseek4-model.md#building-blocks, #single-turn, #thinking, #turns). Refuses to know:
+tool markup (`dsml`), HTTP, sessions. Invariant: a prompt is built of markers and ordinary text, so
+nothing that a client writes becomes a marker, unless ds4's way is asked for.
 """
 
 from __future__ import annotations
@@ -204,25 +205,6 @@ class DeepSeek4Chat:
             thinks = mode is not ThinkMode.NONE
             parts += [Marker.ASSISTANT, Marker.THINK if thinks else Marker.THINK_END]
         return parts
-
-
-def message_parts(role: str, content: str) -> list[PromptPart]:
-    """Return what one message appends to a growing prompt, apart from the end of the turn before.
-
-    Args:
-        role: An unknown one means user.
-        content: The text; an assistant's may begin with its reasoning, whose tags stay text.
-    """
-    match _ROLES.get(role, role):
-        case "system":
-            return [content]
-        case "assistant":
-            opened = content.startswith((Marker.THINK, Marker.THINK_END))
-            return [Marker.ASSISTANT, *([] if opened else [Marker.THINK_END]), content]
-        case "tool":
-            return [Marker.USER, _tool_result(content)]
-        case _:
-            return [Marker.USER, content]
 
 
 @dataclass(frozen=True, slots=True)

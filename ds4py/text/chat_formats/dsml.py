@@ -1,8 +1,9 @@
 """The tool markup of DeepSeek V4: how offered tools and past calls are written into a prompt.
 
 Owns: the tags, what is escaped inside them, and the words that explain them to the model
-(docs/spec/deepseek4-model.md 7.6, 7.7). Refuses to know: messages, token ids, how calls are parsed
-(`tool_calls.tagged`). Invariant: names, values and schemas are ordinary text, whatever they spell.
+(docs/spec/deepseek4-model.md#tools-preamble, #calls). Refuses to know: messages, token ids, how
+calls are parsed (`tool_calls.tagged`). Invariant: names, values and schemas are ordinary text,
+whatever they spell.
 """
 
 from __future__ import annotations

@@ -159,11 +159,6 @@ class ChatTemplate:
         return cls(meta.get_str("tokenizer.chat_template", None), tokenizer, names)
 
     @property
-    def is_fallback(self) -> bool:
-        """Whether there is no usable template, so that every prompt has the fallback format."""
-        return self._template is None
-
-    @property
     def default_system(self) -> str:
         """See `ChatFormat.default_system`: templates bring their own."""
         return ""

@@ -19,7 +19,7 @@ from ds4py.text.tokenizer.vocabulary import TokenType, Vocabulary, is_text
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Map GPT-2's printable stand-ins to byte values (docs/spec/deepseek4-model.md 6.2)."""
+    """Map GPT-2's printable stand-ins to byte values (deepseek4-model.md#byte-alphabet)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

@@ -1,8 +1,9 @@
 """The seven tokens that steer a DeepSeek V4, and its tokenizer section as ds4 reads it.
 
-Owns: the markers, and the rule that they are found by their text (docs/spec/deepseek4-model.md 1.3,
-6.1). Refuses to know: prompts, how text is cut. Invariant: whatever a file says about types and
-special ids, the markers are tokens and no other special token is ever spelled by a text.
+Owns: the markers, and the rule that they are found by their text
+(docs/spec/deepseek4-model.md#keys, #vocabulary). Refuses to know: prompts, how text is cut.
+Invariant: whatever a file says about types and special ids, the markers are tokens and no other
+special token is ever spelled by a text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BAR: Final = "\uff5c"
 
 
 class Marker(StrEnum):
-    """A control token by its spelling, in the order of docs/spec/deepseek4-model.md 6.1."""
+    """A control token by its spelling, in the order of docs/spec/deepseek4-model.md#vocabulary."""
 
     BOS = f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>"
     EOS = f"<{_BAR}end\u2581of\u2581sentence{_BAR}>"

@@ -46,7 +46,8 @@ _DEEPSEEK3: Final = (
     rf"|{_SPACES}",
 )
 
-# DeepSeek V4 as ds4 cuts it: classes of bytes, docs/spec/deepseek4-model.md 6.3, rules 1 to 8.
+# DeepSeek V4 as ds4 cuts it: classes of bytes, docs/spec/deepseek4-model.md#pre-split, rules 1 to
+# 8.
 _PUNCT: Final = r"!-/:-@\[-`{-~"
 _LETTERISH: Final = r"A-Za-z\x{80}-\x{10ffff}"
 _BLANK: Final = r" \t\n\x0b\f\r"

@@ -1,8 +1,8 @@
 """Tool calls written as tags, read while they arrive: DeepSeek V4's and Qwen3-Coder's.
 
-Owns: the grammars of both (docs/spec/deepseek4-model.md 7.8) and what a value of them is as JSON.
-Refuses to know: how past calls are written (`chat_formats.dsml`), where a block begins, who
-executes calls.
+Owns: the grammars of both (docs/spec/deepseek4-model.md#parsing-calls) and what a value of them is
+as JSON. Refuses to know: how past calls are written (`chat_formats.dsml`), where a block begins,
+who executes calls.
 Invariant: any text gives calls or an `UnreadableError`; arguments of a call that ended are always
 the JSON text of an object.
 """

@@ -1,6 +1,6 @@
 """`python -m tests.conformance.server.table`: run the checklist's tests, write their table.
 
-Owns: which test proves which statement of docs/spec/server-and-cli.md section 8. Refuses to know:
+Owns: which test proves which statement of docs/spec/server-and-cli.md#checklist. Refuses to know:
 how. Invariant: the same tests with the same results give the same bytes, and a statement counts as
 passed only if all of its tests did.
 
@@ -65,12 +65,13 @@ _INTRODUCTION: Final = """\
 # The checklist of the server, the command line and the bench
 
 Written by `python -m tests.conformance.server.table`; do not edit. It runs every test that carries
-the number of a statement of section 8 of [the specification](spec/server-and-cli.md).
+the number of a statement of [the specification](spec/server-and-cli.md#checklist).
 `pytest -k c07` runs those of one statement.
 
 "S" marks statements that are proven with a scripted model behind a real server, "M" those that
-need a real one. Numbers behind files count test functions. Remarks say where ds4py follows section
-9 of the specification instead of ds4, or where a proof is weaker than the statement asks.
+need a real one. Numbers behind files count test functions. Remarks say where ds4py follows the
+specification's [own table](spec/server-and-cli.md#divergences) instead of ds4, or where a proof
+is weaker than the statement asks.
 """
 
 

@@ -67,7 +67,7 @@ def joined(payloads: Sequence[Any], key: str) -> str:
 
 
 def test_c22_the_members_of_a_reply() -> None:
-    """A reply has exactly the members of section 1.11; its content is a string, also if empty.
+    """Exactly the members of server-and-cli.md#chat-completions; a content is a string, also empty.
 
     Differs from ds4: there is a member `timings`, and reasoning tokens are told in
     `usage.completion_tokens_details`.

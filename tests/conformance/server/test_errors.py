@@ -1,4 +1,4 @@
-"""C11 to C21: models, what is refused in which words, and the whole table of section 1.3."""
+"""C11 to C21: models, what is refused in which words, all of server-and-cli.md#errors."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def _alive(event: Event) -> bool:
     return event.data["type"] in ("response.created", "response.in_progress")
 
 
-# --- every row of the table of section 1.3 --------------------------------------------------------
+# --- every row of the table of docs/spec/server-and-cli.md#errors ---------------------------------
 
 Row = tuple[bytes, int, str]
 
@@ -392,7 +392,7 @@ TABLE: list[Row] = [
 def test_c13_c14_every_refusal_of_the_table(
     narrow: int, sent: bytes, status: int, said: str
 ) -> None:
-    """Status, sentence, type and shape of every row of section 1.3 that a request earns."""
+    """Status, sentence, type and shape of each row of server-and-cli.md#errors a request earns."""
     path = sent.split(b" ", 2)[1].decode()
     answer = exchange(narrow, sent)
     assert answer.status == status

@@ -42,7 +42,7 @@ def test_c66_a_clean_stop(toy: Path, tmp_path: Path) -> None:
         server.wait_ready()
         with streaming(server) as sock:
             begun = read_until(sock, b"data: ", times=24)
-            server.program._process.terminate()
+            server.program.terminate()
             answer = parse(begun + read_all(sock))
             assert server.program.wait_exit() == 0
         log = server.program.log
@@ -61,9 +61,9 @@ def test_c66_the_second_signal(toy: Path, tmp_path: Path) -> None:
         server.wait_ready()
         with streaming(server) as sock:
             read_until(sock, b"data: ", times=3)
-            server.program._process.terminate()
+            server.program.terminate()
             server.program.wait_log("stopping")
-            server.program._process.terminate()
+            server.program.terminate()
             assert server.program.wait_exit() == 130
 
 

@@ -118,7 +118,7 @@ def test_c38_a_reply_that_fails(streamed: bool) -> None:
 
 
 def test_c38_usage_and_identity() -> None:
-    """The response has the members of section 1.13.
+    """The response has the members of docs/spec/server-and-cli.md#responses.
 
     Differs from ds4: it has `timings`, counts reasoning tokens, and repeats what typed clients
     require (`tools`, `tool_choice`, `parallel_tool_calls`).

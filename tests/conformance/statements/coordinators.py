@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import ModelCard, Session
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.transport.sockets import Listener
 from tests.by_hand import PROMPT
@@ -40,7 +40,7 @@ def coordinator_of(
 ) -> Iterator[Cluster]:
     """Run a coordinator of any model, without workers."""
     coordinator = Coordinator(model, N_CTX, config, SOCKETS, local=local)
-    port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(ANY_PORT, SOCKETS), coordinator)
     port.start()
     try:
         yield Cluster(coordinator, SessionPool(coordinator, 1), port)
@@ -106,7 +106,7 @@ def fleet(*members: Member, local: str | None = None, head: bool = False) -> Ite
 
 
 def hops(asked: Asked) -> list[Hop]:
-    """Read a route blob (5.1)."""
+    """Read a route blob (docs/spec/wire-protocol.md#route-plan)."""
     found, at = [], 0
     for _ in range(asked.route_count):
         size, port, start, end, output = struct.unpack_from(">5I", asked.blob, at)

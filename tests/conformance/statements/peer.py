@@ -20,11 +20,11 @@ import numpy as np
 
 from ds4py.config import Address, CoordinatorConfig, WorkerConfig, WorkerTuning
 from ds4py.contracts import Session
-from ds4py.coordinator.relay.registry import WorkerRecord
+from ds4py.coordinator.relay.workers.registry import WorkerRecord
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.worker.worker import Worker
 from tests.by_hand import PROMPT
-from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, span, wait_until
+from tests.clusters import ANY_PORT, SOCKETS, Cluster, cluster, registered, span, wait_until
 from tests.fake_runner import N_VOCAB, FakeRunner, card, embed
 from tests.sockets import DEADLINE, read_exactly, read_to_end
 
@@ -51,7 +51,7 @@ def token_hash(tokens: Sequence[int], h: int = INIT) -> int:
 
 
 class Hop(NamedTuple):
-    """One entry of a route (5.1)."""
+    """One entry of a route (docs/spec/wire-protocol.md#route-plan)."""
 
     start: int
     end: int
@@ -73,7 +73,10 @@ def route(*hops: Hop) -> bytes:
 
 
 def hello(**changes: int | bytes) -> bytes:
-    """Body of an acceptable HELLO (2.1) of a worker with every layer, then changed."""
+    """Body of an acceptable HELLO of a worker with every layer, then changed.
+
+    See docs/spec/wire-protocol.md#hello.
+    """
     values: dict[str, int | bytes] = {
         "model_id": card().model_id,
         "quant_bits": 4,
@@ -93,7 +96,10 @@ def hello(**changes: int | bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Asked:
-    """The fixed record of a WORK (2.3) in its order, and the three parts behind it."""
+    """The fixed record of a WORK in its order, and the three parts behind it.
+
+    See docs/spec/wire-protocol.md#work.
+    """
 
     model_id: int
     session_id: int
@@ -134,7 +140,10 @@ def read_work(body: bytes) -> Asked:
 
 
 def pack_rows(rows: np.ndarray, bits: int) -> bytes:
-    """Rows of small integers in 32 or 16 bits (9.2, 9.3); zeros of the right size in 8."""
+    """Rows of small integers in 32 or 16 bits; zeros of the right size in 8.
+
+    See docs/spec/wire-protocol.md#32-bit, #to-binary16.
+    """
     kind = {32: "<f4", 0: "<f4", 16: "<f2"}.get(bits)
     return bytes(rows.size) if kind is None else rows.astype(kind).tobytes()
 
@@ -183,7 +192,7 @@ def work(
 
 
 class Answer(NamedTuple):
-    """A RESULT (2.4)."""
+    """A RESULT (docs/spec/wire-protocol.md#result)."""
 
     request_id: int
     result_hash: int
@@ -378,7 +387,7 @@ def driving(layers: str | LayerRange = "0-5", **fields: object) -> Iterator[Peer
 
 def workers(c: Cluster) -> tuple[WorkerRecord, ...]:
     """Return who is registered."""
-    return c.coordinator._registry.records
+    return registered(c.coordinator)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Saved sessions written from sections 2.5 to 2.8 and 11 of docs/spec/wire-protocol.md alone.
+"""Saved sessions written from docs/spec/wire-protocol.md#messages and #snapshots alone.
 
 Owns: the frames that carry a shard, the bytes of one. Refuses to know: `ds4py.wire` and
 `ds4py.snapshot`. Invariant: as in `peer`.
@@ -52,7 +52,7 @@ MOST = 8_388_608
 
 
 def save_req(tokens: Sequence[int], hop: Hop = WHOLE, **changes: int) -> bytes:
-    """Body of a good SAVE_REQ (2.5), then changed."""
+    """Body of a good SAVE_REQ (docs/spec/wire-protocol.md#save-request), then changed."""
     values = {
         "model_id": card().model_id,
         "session_id": 1,
@@ -66,7 +66,7 @@ def save_req(tokens: Sequence[int], hop: Hop = WHOLE, **changes: int) -> bytes:
 
 
 class Record(NamedTuple):
-    """BEGIN or LOAD_BEGIN (2.6)."""
+    """BEGIN or LOAD_BEGIN (docs/spec/wire-protocol.md#snapshot-begin)."""
 
     model_id: int
     session_id: int
@@ -137,12 +137,12 @@ def load_begin(tokens: Sequence[int], payload: bytes, hop: Hop = WHOLE, /, **cha
 
 
 def chunk(data: bytes, request_id: int = ID, n_bytes: int | None = None) -> bytes:
-    """Body of a CHUNK (2.7)."""
+    """Body of a CHUNK (docs/spec/wire-protocol.md#snapshot-chunk)."""
     return struct.pack(">QI", request_id, len(data) if n_bytes is None else n_bytes) + data
 
 
 class Done(NamedTuple):
-    """DONE (2.8)."""
+    """DONE (docs/spec/wire-protocol.md#snapshot-done)."""
 
     request_id: int
     status: int
@@ -198,7 +198,7 @@ def push(peer: Peer, request: bytes, *parts: bytes) -> Done:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the size of a shard depends on (11.3).
+    """What the size of a shard depends on (docs/spec/wire-protocol.md#dsvl).
 
     Args:
         form: Of the model's caches.
@@ -275,7 +275,7 @@ class Layout:
 def whole_session(
     layout: Layout, tokens: Sequence[int], logits: bytes, tensors: bytes, **changes: int
 ) -> bytes:
-    """A DSV4 payload (11.2); `layout` is that of all layers."""
+    """A DSV4 payload (docs/spec/wire-protocol.md#dsv4); `layout` is that of all layers."""
     words = layout.header | {"magic": int.from_bytes(b"DSV4", "little"), "version": 2}
     del words["layer_start"], words["layer_end"], words["raw_live"]
     words |= {"vocab": N_VOCAB, "raw_live": layout.raw_live} | changes

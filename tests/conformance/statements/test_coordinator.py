@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from ds4py.coordinator.relay import listener as port_module
-from ds4py.coordinator.relay import registration as reception_module
+from ds4py.coordinator.relay.workers import listener as port_module
+from ds4py.coordinator.relay.workers import registration as reception_module
 from ds4py.errors import (
     RouteIncompleteError,
 )
@@ -195,7 +195,7 @@ def test_statement_069_an_equal_newcomer() -> None:
     """A newcomer of equal rank changes the plan, but not the route.
 
     Differs from C: there the newest of equals comes first and captures the running session, which
-    has to be replayed (15, Q11).
+    has to be replayed (docs/spec/wire-protocol.md#quirks Q11).
     """
     with fleet(Member(0, 5, 1)) as f:
         f.sync()

@@ -66,8 +66,8 @@ def test_statement_066_a_refused_token_is_replayed() -> None:
 def test_statement_066_a_refused_chunk_is_replayed() -> None:
     """A chunk that is refused in a pipelined prefill is replayed on the same connection, too.
 
-    Differs from C, as its quirks advise (15, Q3): answers that are outstanding are waited for, and
-    the connection is not shut down.
+    Differs from C, as its quirks advise (docs/spec/wire-protocol.md#quirks Q3): answers that are
+    outstanding are waited for, and the connection is not shut down.
     """
     with driven(chunk=2) as (_, peer, session):
         running = Background(lambda: session.sync(PROMPT[:6]))
@@ -100,7 +100,7 @@ def bad(*args: object, **changes: object) -> Callable[[Peer, Asked], None]:
 
 
 ONE_ROW = bytes(4 * WIDTH * len(PROMPT))
-# the rows of table 2.4 but the one for a status, by class
+# the rows of table docs/spec/wire-protocol.md#result but the one for a status, by class
 TRANSPORT_ERRORS: list[tuple[str, Callable[[Peer, Asked], None]]] = [
     ("R-CLOSED close", lambda peer, _: peer.sock.close()),
     ("R-CLOSED reset", lambda peer, _: abort(peer)),
@@ -165,7 +165,7 @@ def test_statement_067_only_the_failed_hop_is_forgotten() -> None:
     """A transport error forgets the hop that failed, and the replay goes over the others.
 
     Differs from C: C forgets every hop of the route and closes their connections, so that healthy
-    workers lose their sessions (15, Q6).
+    workers lose their sessions (docs/spec/wire-protocol.md#quirks Q6).
     """
     with fleet(*TWO_HOPS) as f:
         first, second, standby = f.peers
@@ -184,7 +184,8 @@ def test_statement_067_only_the_failed_hop_is_forgotten() -> None:
 def test_statement_067_a_later_hop_that_fails() -> None:
     """If a later hop is lost, its error is taken for a loss: the replay goes around the lost one.
 
-    Differs from C: C replays over the dying connection and keeps the dead hop (15, Q7).
+    Differs from C: C replays over the dying connection and keeps the dead hop
+    (docs/spec/wire-protocol.md#quirks Q7).
     """
     members = [Member(0, 2), Member(3, 5, 1), Member(3, 5, 1, host="127.0.0.2")]
     with fleet(*members) as f:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import struct
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from ds4py.config import WorkerTuning
-from ds4py.transport.sockets import connect
 from ds4py.worker import worker as worker_module
 from ds4py.worker.worker import Worker
 from tests.clusters import wait_until
@@ -70,9 +68,9 @@ class Scene(NamedTuple):
 @contextmanager
 def scene(layers: str = "0-2", output: int = 1, **fields: object) -> Iterator[Scene]:
     with door() as behind, worker(layers, **fields) as w, dial(w.address) as up:  # type: ignore[arg-type]
-        last = w._stage.facts.layers.end
+        last = w._context.facts.layers.end
         next_hop = Hop(last + 1, 5, output, b"127.0.0.1", behind.address.port)
-        yield Scene(w, up, behind, [Hop(w._stage.facts.layers.start, last), next_hop])
+        yield Scene(w, up, behind, [Hop(w._context.facts.layers.start, last), next_hop])
 
 
 def rows_of(layers: range, tokens: list[int]) -> np.ndarray:
@@ -162,7 +160,7 @@ def test_statement_057_the_window() -> None:
         s.ask_many(7)
         behind = s.door.accept()
         asked = [behind.asked() for _ in range(4)]
-        runner = s.worker._stage.device.runner
+        runner = s.worker.stage.device.runner
         wait_until(lambda: len(runner.evaluated) == 7, "all are evaluated meanwhile")  # type: ignore[attr-defined]
         for n in range(7):
             if len(asked) < 7:
@@ -177,9 +175,10 @@ def test_statement_057_the_window() -> None:
 def test_statement_058_an_unreachable_next_hop(monkeypatch) -> None:
     """A next hop that cannot be reached is an error RESULT (W-FWD), and upstream stands.
 
-    The session has advanced all the same (15, Q37): without a reset, the same span is a mismatch.
+    The session has advanced all the same (docs/spec/wire-protocol.md#quirks Q37): without a reset,
+    the same span is a mismatch.
     """
-    monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=2))
+    monkeypatch.setattr(worker_module, "NEXT_HOP_ROUNDS", 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     hops = [Hop(0, 2), Hop(3, 5, 1, b"127.0.0.1", port)]
@@ -195,7 +194,8 @@ def test_statement_059_a_next_hop_that_closes() -> None:
 
     Differs from C: every other pending request gets one too, and the connection upstream stands, as
     statement 61 recommends for an idle close. C leaves them unanswered and shuts it down, so that a
-    coordinator replays over a connection that is about to end (15, Q7).
+    coordinator replays over a connection that is about to end (docs/spec/wire-protocol.md#quirks
+    Q7).
     """
     with scene() as s:
         s.ask_many(3)

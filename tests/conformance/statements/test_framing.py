@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from ds4py.coordinator.relay import listener as port_module
+from ds4py.coordinator.relay.workers import listener as port_module
 from ds4py.worker import worker as worker_module
 from tests.clusters import cluster
 from tests.conformance.statements.peer import (

@@ -27,7 +27,7 @@ from tests.conformance.statements.peer import (
 )
 from tests.sockets import Background
 
-# spec 4
+# docs/spec/wire-protocol.md#prefix-hash
 VECTORS = [
     ((), 0x14650FB0739D0383),
     ((1,), 0x91599A98306C74A2),
@@ -61,7 +61,7 @@ def test_statement_018_the_empty_prefix() -> None:
 
 @pytest.mark.parametrize(("tokens", "expected"), VECTORS)
 def test_statement_019_vectors(tokens: tuple[int, ...], expected: int) -> None:
-    """The hash of (1, 2, 3) is 6fdedb25bbb27e53, and the other vectors of section 4 hold."""
+    """The hash of (1, 2, 3) is 6fdedb25bbb27e53; so for all of wire-protocol.md#prefix-hash."""
     assert prefix_hash(tokens) == expected
 
 

@@ -1,4 +1,4 @@
-"""Statements 9 to 17: introductions, every row of table 2.1, registration, refusals."""
+"""Statements 9 to 17: introductions, wire-protocol.md#hello row by row, registration, refusals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ds4py.config import Address
-from ds4py.peer.validation import CoordinatorFacts, check_hello
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
 from ds4py.wire.messages import Hello
 from tests.by_hand import PROMPT
 from tests.clusters import Cluster, cluster, wait_until
@@ -38,7 +38,8 @@ from tests.strategies import attempt
 FACTS = CoordinatorFacts(model_id=card().model_id, name="fake", n_layers=6, n_ctx=N_CTX)
 Changes = dict[str, int | bytes]
 
-# table 2.1: (class, changes of an acceptable HELLO); row 1 is the type of the frame
+# table docs/spec/wire-protocol.md#hello: (class, changes of an acceptable HELLO); row 1 is the type
+# of the frame
 SILENT: list[tuple[str, Changes]] = [
     ("H-LENGTH", {"name": b"\0" * 128}),
     ("H-NAMELEN", {"name": b"\0ke", "name_len": 4}),
@@ -206,7 +207,8 @@ def test_statement_015_acceptance_is_silent() -> None:
 def test_statement_016_a_second_registration_replaces_the_first() -> None:
     """A worker of the same host, layers and head takes the place of the one before, at any port.
 
-    The displaced connection is left open and unused, as in C (15, Q2).
+    The displaced connection is left open and unused, as in C (docs/spec/wire-protocol.md#quirks
+    Q2).
     """
     with driven() as (c, old, session), enlisted(c, listen_port=7001) as new:
         (record,) = workers(c)

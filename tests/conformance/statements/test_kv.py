@@ -1,4 +1,7 @@
-"""Statements 38 to 44: which spans may continue a session (8.3 to 8.5), and how long it lives."""
+"""Statements 38 to 44: which spans may continue a session, and how long it lives.
+
+See docs/spec/wire-protocol.md#kv-sessions, #hash-checks, #evaluation-checks.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ def test_statement_039_a_reset_stands_though_its_span_is_refused() -> None:
 
 
 def test_statement_039_a_reset_takes_no_effect_before_the_checks() -> None:
-    """A WORK that table 2.3 refuses before it meets its session does not reset that."""
+    """A WORK that wire-protocol.md#work refuses before it meets its session does not reset that."""
     with driving() as peer:
         peer.check(work(WHOLE, HELD))
         peer.refused(work(WHOLE, [7], flags=NO_RESET | RESET, result_hash=5))
@@ -146,7 +149,8 @@ def test_statement_042_sessions_outlive_a_control_connection(monkeypatch) -> Non
     """A session can be continued after its control connection has ended.
 
     Differs from C, as the same statement allows: C frees every session then. The prefix hash makes
-    keeping them safe, and it spares the replay that fails in C (15, Q3).
+    keeping them safe, and it spares the replay that fails in C (docs/spec/wire-protocol.md#quirks
+    Q3).
     """
     monkeypatch.setattr(worker_module, "RECONNECT_PAUSE", 0.01)
     with door() as coordinator, worker(coordinator=coordinator.address, plain=True):
@@ -192,5 +196,5 @@ def test_statement_044_asking_for_a_shard_makes_no_session() -> None:
             begin = peer.expect(BEGIN)
             assert begin[:20] == struct.pack(">IQQ", *fixed[:3])
             assert begin[48:52] == struct.pack(">I", 1)
-        assert len(w._stage.session_table) == 0
+        assert len(w.stage.sessions) == 0
         continues(peer, [], HELD, session_id=1)

@@ -43,7 +43,7 @@ LAST = Hop(3, 5, 1)
 
 
 class Row(NamedTuple):
-    """One row of table 9.6; bytes as they appear on the wire."""
+    """One row of wire-protocol.md#worked-examples; bytes as they appear on the wire."""
 
     value: str
     f32: bytes
@@ -63,7 +63,7 @@ def number(text: str) -> float:
 
 
 def worked_examples() -> list[Row]:
-    """Read table 9.6 where it stands."""
+    """Read table docs/spec/wire-protocol.md#worked-examples where it stands."""
     section = SPEC.read_text().split("### 9.6 ")[1].split("\n---\n")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     rows = [[cell.strip().strip("`") for cell in line] for line in lines[2:]]
@@ -243,7 +243,7 @@ widths = pytest.mark.parametrize("bits", [32, 16, 8])
 def test_statement_086_rows_of_the_real_models(
     n_hc: int, n_embd: int, in_8_bits: int, bits: int
 ) -> None:
-    """A token of the two models takes the bytes of table 9.1."""
+    """A token of the two models takes the bytes of table wire-protocol.md#packed-sizes."""
     batch = HiddenBatch.pack(np.zeros((2, n_hc * n_embd), np.float32), bits)
     assert batch.data.nbytes == 2 * in_8_bits * bits // 8
 

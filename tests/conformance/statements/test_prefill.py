@@ -181,9 +181,7 @@ def test_statement_073_real_workers() -> None:
     with cluster(["2-3", "4-5"], local="0-1", chunk=2) as c, c.backend.lease(SEVEN) as session:
         c.wait_ready()
         np.testing.assert_array_equal(session.sync(SEVEN).logits, reference_logits(SEVEN))
-        assert all(
-            worker._runner.evaluated == [(0, 2), (2, 2), (4, 2), (6, 1)] for worker in c.workers
-        )
+        assert all(runner.evaluated == [(0, 2), (2, 2), (4, 2), (6, 1)] for runner in c.runners)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ def test_statement_076_another_prompt() -> None:
         assert (asked.pos0, asked.flags & RESET) == (0, RESET)
 
 
-# --- 77 to 80: the answers (7.4, 7.6) -------------------------------------------------------------
+# --- 77 to 80: the answers (docs/spec/wire-protocol.md#accepted-results, #decode) -----------------
 
 
 def chunks(scene: Scene, n: int = 2) -> tuple[Background, list[Asked]]:
@@ -311,7 +309,8 @@ def test_statement_077_an_ack_for_a_decode() -> None:
 Answers = Callable[[Asked], bytes]
 LATE_ROWS: Answers = lambda one: hidden(one, one.n_tokens)  # noqa: E731
 
-# table 7.4: (answer to the first chunk, whether it is taken)
+# table docs/spec/wire-protocol.md#accepted-results: (answer to the first chunk, whether it is
+# taken)
 CHUNK_ANSWERS: dict[str, tuple[Answers, bool]] = {
     "ack": (lambda one: result(one, ACK, b"", 0), True),
     "ack with a payload": (lambda one: result(one, ACK, b"1234", 0), False),

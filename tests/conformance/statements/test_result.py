@@ -1,4 +1,4 @@
-"""Statements 45 to 52: answers of a worker, and every row of table 2.4 in a coordinator."""
+"""Statements 45 to 52: answers of a worker, and wire-protocol.md#result row by row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ds4py.coordinator.relay.answers import AcceptedResult, Awaited, ExpectedResult, check_result
 from ds4py.errors import Ds4Error
-from ds4py.peer.validation import AcceptedResult, Awaited, ExpectedResult, check_result
 from ds4py.wire.messages import Result
 from tests.by_hand import PROMPT
 from tests.clusters import wait_until
@@ -163,7 +163,7 @@ def test_statement_051_telemetry_is_optional(telemetry: bytes) -> None:
         np.testing.assert_array_equal(asking.result().logits, np.arange(N_VOCAB))
 
 
-# --- table 2.4 ---------------------------------------------------------------------------------
+# --- table docs/spec/wire-protocol.md#result ------------------------------------------------------
 
 EXPECTED = ExpectedResult(
     result_hash=token_hash(PROMPT),

@@ -64,7 +64,8 @@ def long_by_one(shard: bytes, **changes: int) -> bytes:
 
 
 Request = Callable[..., bytes]
-# table 2.6: the requests that are refused before the shard is looked at
+# table docs/spec/wire-protocol.md#snapshot-begin: the requests that are refused before the shard is
+# looked at
 LOAD_FAULTS: dict[str, Request] = {
     "L-HEADER token bytes": lambda p, **more: load_begin(TOKENS, p, token_bytes=32, **more),
     "L-HEADER message bytes": lambda p, **more: load_begin(TOKENS, p, message_bytes=1, **more),
@@ -103,7 +104,7 @@ def test_statement_091_a_refusal_without_data(request_of: Request) -> None:
     """A LOAD_BEGIN without a shard that is refused gets DONE 1, and the connection goes on.
 
     Differs from C: after an id outside the vocabulary, the ids that follow are read as well and not
-    taken for a frame (15, Q21).
+    taken for a frame (docs/spec/wire-protocol.md#quirks Q21).
     """
     with driving() as peer:
         peer.check(work(WHOLE, OTHER))
@@ -121,7 +122,8 @@ def test_statement_091_a_short_request() -> None:
 
 
 FOREIGN = Layout(FAKE, WHOLE, len(TOKENS))
-# shards of the right size that do not belong (11.4): words of their headers
+# shards of the right size that do not belong (docs/spec/wire-protocol.md#merge-and-split): words of
+# their headers
 FOREIGN_WORDS = {
     "magic": 0,
     "version": 2,
@@ -241,7 +243,7 @@ def test_statement_092_over_a_route() -> None:
         c.wait_ready()
         session.load(payload)
         np.testing.assert_array_equal(session.eval(7), reference_logits([*TOKENS, 7]))
-        assert [w._runner.evaluated for w in c.workers] == [[(len(TOKENS), 1)]] * 2
+        assert [runner.evaluated for runner in c.runners] == [[(len(TOKENS), 1)]] * 2
 
 
 # --- 93: shards that do not fit together ----------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Statements 87 to 90: the frames of sessions that are saved and loaded (2.5 to 2.8)."""
+"""Statements 87 to 90: the frames of sessions that are saved and loaded.
+
+See docs/spec/wire-protocol.md#save-request, #snapshot-begin, #snapshot-chunk, #snapshot-done.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def test_statement_087_the_length_of_a_save_request(size: int) -> None:
         goes_on(peer, TOKENS)
 
 
-# table 2.5: (class, changes of a good request, words)
+# table docs/spec/wire-protocol.md#save-request: (class, changes of a good request, words)
 SAVE_FAULTS: list[tuple[str, dict[str, int], str]] = [
     ("S-STATE model", {"model_id": 0}, "worker state"),
     ("S-STATE start", {"layer_start": 1}, "worker state"),
@@ -137,7 +140,7 @@ def test_statement_088_a_worker_echoes() -> None:
 
 
 def test_statement_088_the_shard_of_a_worker() -> None:
-    """What a worker sends is the shard of its layers, as section 11.3 lays it out."""
+    """What a worker sends is the shard of its layers, as wire-protocol.md#dsvl lays it out."""
     hop = Hop(3, 5, 1)
     with driving("3-5") as peer:
         peer.check(work(hop, TOKENS))
@@ -222,7 +225,8 @@ PARTITIONS: dict[str, Callable[[bytes], list[bytes]]] = {
 def test_statement_089_chunks_for_a_worker(parts: Callable[[bytes], list[bytes]]) -> None:
     """A worker loads a shard that comes in chunks of any size.
 
-    Differs from C: more than a thousand empty chunks are taken for a flood (15, Q22).
+    Differs from C: more than a thousand empty chunks are taken for a flood
+    (docs/spec/wire-protocol.md#quirks Q22).
     """
     shard = saved(*TOKENS)
     with driving() as peer:
@@ -376,7 +380,10 @@ BAD_DONES: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("end", BAD_DONES.values(), ids=BAD_DONES)
 def test_statement_090_a_save_with_a_bad_end(end: Callable[[int], bytes]) -> None:
-    """A shard without the DONE of its request fails the save, not the route (2.8)."""
+    """A shard without the DONE of its request fails the save, not the route.
+
+    See docs/spec/wire-protocol.md#snapshot-done.
+    """
     with two_hops() as scene:
         running = Background(scene.session.save)
         hop = scene.doors[0].accept()

@@ -217,7 +217,7 @@ def test_statement_097_the_pause() -> None:
 # --- 98: the environment --------------------------------------------------------------------------
 
 Reader = Callable[[Environment], object]
-# table 12.3: name -> (lowest, highest, default, reader)
+# table docs/spec/wire-protocol.md#environment: name -> (lowest, highest, default, reader)
 RANGED: dict[str, tuple[int, int, object, Reader]] = {
     "DS4_DIST_SOCKET_BUFFER_MB": (0, 512, 128, lambda e: e.socket.buffer_mb),
     "DS4_DIST_SOCKET_TIMEOUT_SEC": (1, 3600, 60, lambda e: e.socket.send_timeout),
@@ -290,7 +290,8 @@ def test_statement_098_the_prefill_fails(
 ) -> None:
     """An invalid chunk or window fails the prefill before anything is sent.
 
-    Differs from C: the fault is taken for what it is, and the workers stay (15, Q38).
+    Differs from C: the fault is taken for what it is, and the workers stay
+    (docs/spec/wire-protocol.md#quirks Q38).
     """
     tuning = environment_prefill(monkeypatch, name, text)
     tuning["chunk"] = tuning["chunk"] or 2
@@ -427,7 +428,8 @@ def test_statement_100_a_coordinator_writes_a_frame_at_once(
 ) -> None:
     """A WORK of 60 tokens leaves in one write, or in two if the socket takes no more.
 
-    Differs from C, as recommended: C writes each part, and each token, on its own (15, Q15).
+    Differs from C, as recommended: C writes each part, and each token, on its own
+    (docs/spec/wire-protocol.md#quirks Q15).
     """
     with driven(local="0-1", introduction={"layer_start": 2}) as (_, peer, session):
         with writes_counted(monkeypatch) as counted:

@@ -1,4 +1,4 @@
-"""Statements 24 to 37: spans on the wire, every row of table 2.3, every check of a route (5.3)."""
+"""Statements 24 to 37: spans on the wire, every row of wire-protocol.md#work, every route check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from ds4py.contracts import ForwardRequest
 from ds4py.layer_range import LayerRange
-from ds4py.peer.validation import RefusedWork, check_work
+from ds4py.worker.work_frames import RefusedWork, check_work
 from tests.by_hand import PROMPT
 from tests.clusters import wait_until
 from tests.conformance.statements.peer import (
@@ -121,7 +121,8 @@ def test_statement_027_input_goes_with_layers_above_zero() -> None:
         peer.check(work(MIDDLE, HELD))
 
 
-# table 2.3, rows 2 to 23 and 28: for each worker, (class, changes of a WORK of one token)
+# table docs/spec/wire-protocol.md#work, rows 2 to 23 and 28: for each worker, (class, changes of a
+# WORK of one token)
 TABLES: dict[Hop, list[tuple[str, Changes]]] = {
     MIDDLE: [
         ("W-SIZES", {"n_tokens": 9}),
@@ -163,7 +164,7 @@ TOGETHER = [(hop, n) for hop, rows in TABLES.items() for n in range(len(rows))]
 
 def refused_as(peer: Peer, w, body: bytes) -> str:
     """Have a span refused and return its class; the worker's words must be those of the class."""
-    verdict = check_work(memoryview(body), w._stage.facts)
+    verdict = check_work(memoryview(body), w._context.facts)
     assert isinstance(verdict, RefusedWork)
     assert peer.refused(body, verdict.request_id) == verdict.text
     return verdict.kind
@@ -268,7 +269,7 @@ def end(kind: int = 1, host_len: int = 0, port: int = 0, host: bytes = b"") -> b
 
 
 NEXT = LAST.encode()
-# (route count, blob): every check of 5.3 in its order, alone
+# (route count, blob): every check of docs/spec/wire-protocol.md#route-checks in its order, alone
 ROUTES = {
     "no entry": (1, b""),
     "short entry": (1, entry()[:19]),
@@ -311,7 +312,8 @@ def test_statement_034_each_check_of_a_route(name: str) -> None:
         peer.check(work(MIDDLE, HELD))
 
 
-# every fault of 5.3 in its order: (words for it, blob of two entries that has it and all below)
+# every fault of docs/spec/wire-protocol.md#route-checks in its order: (words for it, blob of two
+# entries that has it and all below)
 LATER = Hop(5, 5, 1).encode() + end(2, 9, 1)
 FAULTS = [
     ("truncated route entry", entry()[:19]),
@@ -333,7 +335,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("words", "blob"), FAULTS)
 def test_statement_034_the_order_of_the_checks(words: str, blob: bytes) -> None:
-    """The checks of a route come in the order of section 5.3: the first fault is the one told."""
+    """The first fault of a route is told, in the order of wire-protocol.md#route-checks."""
     with driving("2-3") as peer:
         assert words in peer.refused(work(MIDDLE, HELD, blob=blob, route_count=2))
 

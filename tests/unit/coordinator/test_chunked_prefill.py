@@ -1,7 +1,8 @@
-"""Chunks, windows and flags of docs/spec/wire-protocol.md section 7."""
+"""Chunks and windows of docs/spec/wire-protocol.md#prefill."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,44 +11,16 @@ from hypothesis import strategies as st
 
 from ds4py.config import PrefillTuning, read_environment
 from ds4py.coordinator.chunked_prefill import (
-    RouteShape,
+    Chunk,
     Window,
     cut_chunks,
     given_chunk,
+    one_row_each,
     prefill_cap,
     window_size,
 )
 from ds4py.errors import ConfigError
 from ds4py.wire.prefix_hash import INIT, prefix_hash
-
-OUTPUT_WORKER = RouteShape(n_hops=1, first_layer=2, first_is_output=True)
-MIDDLE_WORKER = RouteShape(n_hops=2, first_layer=2, first_is_output=False)
-FIRST_WORKER = RouteShape(n_hops=2, first_layer=0, first_is_output=False)
-
-
-def flags(n: int, chunk: int, shape: RouteShape, *, start: int = 0, ack: bool = True) -> list[int]:
-    tokens = list(range(n))
-    chunks = cut_chunks(
-        tokens, start, prefix_hash(tokens[:start]), chunk=chunk, shape=shape, ack_early=ack
-    )
-    return [int(part.flags) for part in chunks]
-
-
-@pytest.mark.parametrize(
-    ("n", "chunk", "shape", "options", "expected"),
-    [
-        (7, 2, OUTPUT_WORKER, {}, [0xF, 0xB, 0xB, 0x3]),  # the example of 7.3
-        (7, 2, MIDDLE_WORKER, {}, [0xD, 0x9, 0x9, 0x1]),
-        (7, 2, FIRST_WORKER, {}, [0xC, 0x8, 0x8, 0x0]),
-        (7, 2, OUTPUT_WORKER, {"start": 2}, [0xB, 0xB, 0x3]),  # a suffix resets nothing
-        (7, 2, OUTPUT_WORKER, {"ack": False}, [0x7, 0x3, 0x3, 0x3]),  # without a pipeline
-        (7, 7, OUTPUT_WORKER, {}, [0x7]),  # one span: its answer is wanted
-        (7, 100, OUTPUT_WORKER, {}, [0x7]),
-        (8, 7, OUTPUT_WORKER, {"start": 7}, [0x3]),  # a decode
-    ],
-)
-def test_flags_follow_the_table(n, chunk, shape, options, expected) -> None:
-    assert flags(n, chunk, shape, **options) == expected
 
 
 @given(
@@ -57,25 +30,29 @@ def test_flags_follow_the_table(n, chunk, shape, options, expected) -> None:
 )
 def test_spans_cover_every_token_once_in_order_with_hashes_that_join(tokens, chunk, data) -> None:
     start = data.draw(st.integers(0, len(tokens) - 1))
-    chunks = cut_chunks(
-        tokens,
-        start,
-        prefix_hash(tokens[:start]),
-        chunk=chunk,
-        shape=OUTPUT_WORKER,
-        ack_early=True,
-    )
+    n_logits = data.draw(st.integers(1, len(tokens) - start))
+    chunks = cut_chunks(tokens, start, prefix_hash(tokens[:start]), chunk=chunk, n_logits=n_logits)
+    check(chunks, tokens, start)
+    assert max(len(part.tokens) for part in chunks) <= chunk
+    wanted = [pos for part in chunks for pos in range(part.end - part.n_logits, part.end)]
+    assert wanted == list(range(len(tokens)))[-n_logits:]
+    single = one_row_each(chunks)
+    check(single, tokens, start)
+    assert [part.end for part in single if part.n_logits] == [pos + 1 for pos in wanted]
+    assert {part.n_logits for part in single} <= {0, 1}
+    assert single == chunks or n_logits > 1
+
+
+def check(chunks: Sequence[Chunk], tokens: list[int], start: int) -> None:
+    """Every token is in one chunk, in order, under the hashes of what comes before."""
     assert [t for part in chunks for t in part.tokens] == tokens[start:]
     at = start
     for part in chunks:
         assert part.pos0 == at
         at = part.end
-        assert 1 <= len(part.tokens) <= chunk
+        assert part.tokens
         assert part.prefix_hash == prefix_hash(tokens[: part.pos0])
         assert part.result_hash == prefix_hash(tokens[: part.end])
-        assert bool(part.flags & 4) == (part.pos0 == 0)
-        assert bool(part.flags & 8) == (not part.is_last)
-    assert [part.is_last for part in chunks] == [False] * (len(chunks) - 1) + [True]
     assert start > 0 or chunks[0].prefix_hash == INIT
 
 

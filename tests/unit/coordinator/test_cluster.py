@@ -202,7 +202,7 @@ def test_a_lost_worker_is_waited_for_and_the_request_goes_on_exactly(lost, phase
 
         def replace_worker() -> None:
             old = c.workers[lost]
-            address, facts = old.address, old._stage.facts
+            address, facts = old.address, old._context.facts
             old.close()
             c.workers[lost] = start_worker(FakeRunner(facts.layers), listen=address)
 
@@ -235,7 +235,7 @@ def test_a_worker_that_does_not_come_back_fails_the_call_with_the_missing_layers
             with pytest.raises(RouteIncompleteError, match="layers 3-5"):
                 session.eval(1)
             c.workers[1] = start_worker(
-                FakeRunner(c.workers[1]._stage.facts.layers), listen=c.workers[1].address
+                FakeRunner(c.workers[1]._context.facts.layers), listen=c.workers[1].address
             )
             c.wait_ready()
             check(session, PROMPT)

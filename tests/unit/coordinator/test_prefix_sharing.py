@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.contracts import ForwardRequest, SessionId
-from ds4py.coordinator.prefix_sharing import PrefixSharing, common_prefix
-from ds4py.coordinator.session import ClusterSession
+from ds4py.coordinator.prefix_sharing import choose_copy, common_prefix
 from ds4py.errors import ClusterError
-from tests.clusters import DEADLINE, Cluster, cluster, wait_until
+from ds4py.stage.executor import wait_for
+from tests.clusters import DEADLINE, Cluster, cluster
 from tests.fake_runner import FakeRunner, reference_logits
 from tests.sockets import Background
 
@@ -35,20 +36,42 @@ def test_the_common_prefix_ends_at_the_first_difference(n_common, a_end, b_end, 
     assert common_prefix(b, a) == naive
 
 
-class FickleDonor:
-    """A session that tells of its tokens, and is cut before they are copied."""
+class Source(NamedTuple):
+    """Another session with what it shares."""
 
-    def __init__(self, session: ClusterSession):
-        self.session_id = session.session_id
-        self._session = session
+    session_id: SessionId
+    n_shared: int
 
-    def shares(self, wanted: Sequence[int], route: object) -> int:
-        n_shared = self._session.shares(wanted, route)  # type: ignore[arg-type]
-        self._session.sync([96, *PROMPT[1:]])
-        return n_shared
+    def shares(self, wanted: Sequence[int], pipeline: object) -> int:
+        return self.n_shared
 
-    def holds(self, head: Sequence[int]) -> bool:
-        return self._session.holds(head)
+
+class Forks:
+    """A pipeline, as far as the choice looks at it."""
+
+    def __init__(self, *, can_fork: bool = True):
+        self.can_fork = can_fork
+
+
+@pytest.mark.parametrize(
+    ("n_wanted", "n_held", "shared", "expected"),
+    [
+        (200, 0, [], None),
+        (200, 0, [63, 10], None),  # saves too little
+        (200, 0, [64, 10], (1, 64)),
+        (200, 0, [64, 90, 80], (2, 90)),  # the longest
+        (200, 40, [100], None),  # it holds most of that itself
+        (200, 36, [100], (1, 100)),
+        (100, 0, [100], (1, 98)),  # two tokens are left to evaluate
+        (65, 0, [65], None),
+    ],
+)
+def test_the_longest_prefix_is_copied_if_that_saves_enough(
+    n_wanted, n_held, shared, expected
+) -> None:
+    sources = [Source(SessionId(n), count) for n, count in enumerate(shared, 1)]
+    assert choose_copy(Forks(), sources, range(n_wanted), n_held) == expected
+    assert choose_copy(Forks(can_fork=False), sources, range(n_wanted), n_held) is None
 
 
 def runner(c: Cluster) -> FakeRunner:
@@ -59,12 +82,13 @@ def runner(c: Cluster) -> FakeRunner:
 def test_an_original_that_is_overwritten_in_the_last_moment_is_not_copied() -> None:
     with cluster([], local="0-5", n_ctx=128) as c, c.backend.lease([]) as session:
         session.sync(PROMPT)
-        route = c.coordinator.ensure_route(after_loss=False, cancelled=None)
-        heads = PrefixSharing(SessionId(9), DEADLINE)
-        donors = [FickleDonor(session)]
-        assert heads.copy_prefix(route, donors, [*PROMPT[:100], 1, 2], 0) == 0  # type: ignore[list-item]
+        source, target = session.session_id, SessionId(9)
+        pipeline = c.coordinator.ensure_pipeline(after_loss=False, cancelled=None)
+        session.sync([96, *PROMPT[1:]])
+        assert not pipeline.copy_prefix(source, target, PROMPT[:100], timeout=DEADLINE)
         assert runner(c).forked == []
-        assert heads.copy_prefix(route, [session], [96, *PROMPT[1:100], 1, 2], 0) == 100
+        copied = [96, *PROMPT[1:100]]
+        assert pipeline.copy_prefix(source, target, copied, timeout=DEADLINE)
         assert runner(c).forked == [100]
 
 
@@ -80,12 +104,11 @@ def test_a_copy_that_nobody_waits_for_any_more_is_not_made() -> None:
         session.sync(PROMPT)
         running = Background(lambda: session.eval(50))
         assert reached.wait(DEADLINE)
-        route = c.coordinator.ensure_route(after_loss=False, cancelled=None)
+        pipeline = c.coordinator.ensure_pipeline(after_loss=False, cancelled=None)
         with pytest.raises(ClusterError, match="no answer within 0 s"):
-            PrefixSharing(SessionId(9), 0.0).copy_prefix(route, [session], [*PROMPT[:100], 1, 2], 0)
+            pipeline.copy_prefix(session.session_id, SessionId(9), PROMPT[:100], timeout=0.0)
         resume.set()
         np.testing.assert_array_equal(running.result(), reference_logits([*PROMPT, 50]))
         assert c.coordinator.local is not None
-        c.coordinator.local.call(lambda _: None, timeout=DEADLINE)
+        wait_for(c.coordinator.local.device.ask(lambda _: None), DEADLINE)
         assert runner(c).forked == []
-        wait_until(lambda: runner(c).length(SessionId(9)) is None, "nothing was begun")

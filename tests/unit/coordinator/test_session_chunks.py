@@ -151,7 +151,7 @@ def test_the_part_that_is_not_cached_is_cut_by_its_own_length() -> None:
 
 
 def test_a_new_choice_is_explained_once_in_the_debug_log(caplog) -> None:
-    caplog.set_level(logging.DEBUG, "ds4py.coordinator.session")
+    caplog.set_level(logging.DEBUG, "ds4py.coordinator.chunk_planner")
     with priced([HEAVY, HEAVY]) as (session, runners):
         session.sync(prompt(1024, 0))
         for seed in range(1, 9):

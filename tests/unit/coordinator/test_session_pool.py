@@ -167,7 +167,7 @@ def test_room_is_made_by_those_who_are_idle_the_longest_unused_first() -> None:
                 sessions.append(session)
         assert pool._free == deque(sessions)
         lengths = lambda: [len(s.tokens) for s in sessions]  # noqa: E731
-        held = lambda: len(pool._coordinator.local.runner._rows)  # noqa: E731
+        held = lambda: len(pool._source.local.runner._rows)  # noqa: E731
         with pool.lease([0, 0, 0]) as busy:
             assert busy is sessions[0]
             assert pool.make_room(4)

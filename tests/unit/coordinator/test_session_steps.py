@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4py.bench.selfcheck.null_runner import NullRunner, null_card
 from ds4py.config import CoordinatorConfig
 from ds4py.contracts import ForwardRequest, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
@@ -22,6 +21,7 @@ from ds4py.coordinator.session import ClusterSession
 from ds4py.layer_range import LayerRange
 from tests.clusters import SOCKETS, Cluster, cluster
 from tests.fake_runner import reference_logits
+from tools.benchmarks.null_runner import NullRunner, null_card
 
 CHUNK, N_CTX = 4, 64
 
@@ -99,13 +99,13 @@ def test_each_step_sends_what_a_look_at_the_whole_timeline_would_send(route, ste
             for wanted in timelines(plain.tokens, what, value):
                 expected = plain.sync(wanted)
                 seen.clear()
-                first_request = c.coordinator.next_request_id() + 1
+                first_request = c.coordinator._context.next_request_id() + 1
                 logits = (
                     session.eval(wanted[-1]) if what == "decode" else session.sync(wanted).logits
                 )
                 np.testing.assert_array_equal(logits, reference_logits(wanted))
                 assert [(work.pos0, work.tokens) for work in seen] == expected
-                n_requests = c.coordinator.next_request_id() - first_request
+                n_requests = c.coordinator._context.next_request_id() - first_request
                 assert n_requests == len(expected), "some were refused"
                 assert list(session.tokens) == wanted
 

@@ -12,8 +12,8 @@ from ds4py.engine.loader import LoadedSlice, load_slice, read_shape
 from ds4py.errors import FormatError, GgufError, ModelError
 from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import TensorSource, save_gguf
 from ds4py.layer_range import LayerRange, whole_model
+from tools.gguf_writer import TensorSource, save_gguf
 from tools.toy_deepseek4 import Sizes, metadata, tensors, toy_deepseek4
 from tools.toy_weights import Weights
 

@@ -10,10 +10,10 @@ from ds4py.engine import open_runner
 from ds4py.engine.loader import load_slice
 from ds4py.errors import GgufError, ModelError, UnsupportedQuantError
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import TensorSource
 from ds4py.layer_range import LayerRange, LayerSpec
 from tests.toys import toy_llama
 from tests.unit.models.llama_reference import rewritten
+from tools.gguf_writer import TensorSource
 
 CPU = torch.device("cpu")
 

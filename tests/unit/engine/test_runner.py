@@ -64,6 +64,26 @@ def test_a_span_is_answered_as_wanted(runner):
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.parametrize("n_logits", [1, 2, 5])
+def test_logits_of_several_rows_are_those_of_spans_that_end_there(runner, n_logits):
+    tokens = (5, 80, 3, 41, 9)
+    many = work(tokens, reset=True, n_logits=n_logits)
+    whole = one(runner, many).logits
+    rows = np.atleast_2d(whole)
+    assert len(rows) == n_logits
+    for end, row in enumerate(rows, len(tokens) - n_logits + 1):
+        alone = one(runner, work(tokens[:end], session=B, reset=True)).logits
+        np.testing.assert_allclose(row, alone, rtol=1e-5, atol=1e-5)
+    together = runner.run([many, work((9,), session=B, reset=True)])
+    np.testing.assert_array_equal(together[0].logits, whole)
+    assert together[1].logits.ndim == 1
+
+
+@pytest.mark.parametrize("n_logits", [0, 3])
+def test_more_rows_than_there_are_have_no_logits(runner, n_logits):
+    assert "rows with logits" in str(refusal(runner, work((1, 2), n_logits=n_logits)))
+
+
 def test_evaluation_takes_time_and_says_so(runner):
     assert one(runner, work()).eval_usec > 0
 

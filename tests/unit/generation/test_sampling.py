@@ -17,7 +17,7 @@ f32 = np.float32
 
 @dataclass
 class ScalarSampler:
-    """The rules of docs/spec/deepseek4-model.md 8.2, one element after the other."""
+    """The rules of docs/spec/deepseek4-model.md#sampling-order, one element after the other."""
 
     params: SamplingParams
     random: XorShift64Star

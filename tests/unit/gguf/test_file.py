@@ -11,8 +11,8 @@ import pytest
 
 from ds4py.errors import GgufError, ModelError, UnsupportedQuantError
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import TensorSource
 from tests.toys import build_gguf, gguf_bytes, packed, tensor, toy_llama
+from tools.gguf_writer import TensorSource
 
 MB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""The formulas of DeepSeek V4, one function each: docs/spec/deepseek4-model.md 2.7 and 3.
+"""The formulas of DeepSeek V4, one function each: deepseek4-model.md#activation-rounding, #forward.
 
 Owns: what the C engine computes on the CPU for one token, in float32 and in its order of summation,
 so that little falls to the other side of a rounding step. Refuses to know: weights, layers,
@@ -46,7 +46,7 @@ def sigmoid(x: F32) -> F32:
 
 
 def rms_norm(x: F32, weight: F32 | None = None) -> F32:
-    """Norm the last axis (0.2); the squares are summed in float64."""
+    """Norm the last axis (deepseek4-model.md#notation); the squares are summed in float64."""
     mean = np.square(x, dtype=np.float64).mean(-1, keepdims=True).astype(f32)
     normed = x * (f32(1) / np.sqrt(mean + EPS))
     return normed if weight is None else normed * weight
@@ -56,7 +56,10 @@ def rms_norm(x: F32, weight: F32 | None = None) -> F32:
 
 
 def quantize_q8_0(x: F32) -> tuple[F32, F32]:
-    """Return scales [blocks, 1] and integers [blocks, 32] (2.7)."""
+    """Return scales [blocks, 1] and integers [blocks, 32].
+
+    See docs/spec/deepseek4-model.md#activation-rounding.
+    """
     blocks = x.reshape(-1, 32)
     scale = np.abs(blocks).max(1, keepdims=True) / f32(127)
     inverse = np.divide(f32(1), scale, out=np.zeros_like(scale), where=scale != 0)
@@ -64,7 +67,10 @@ def quantize_q8_0(x: F32) -> tuple[F32, F32]:
 
 
 def quantize_q8_k(x: F32) -> tuple[F32, F32]:
-    """Return scales [blocks, 1] and integers [blocks, 256]; the extreme one is -127 (2.7)."""
+    """Return scales [blocks, 1] and integers [blocks, 256]; the extreme one is -127.
+
+    See docs/spec/deepseek4-model.md#activation-rounding.
+    """
     blocks = x.reshape(-1, 256)
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)
     inverse = np.divide(f32(-127), extreme, out=np.zeros_like(extreme), where=extreme != 0)
@@ -98,13 +104,19 @@ def round_blocks(x: F32, width: int, codes: F32, floor: float) -> F32:
 
 
 def round_kv(row: F32, n_rotated: int) -> F32:
-    """Round all but the rotated tail to FP8 (3.5), without the step to half."""
+    """Round all but the rotated tail to FP8, without the step to half.
+
+    See docs/spec/deepseek4-model.md#kv-rounding.
+    """
     head, tail = np.split(row, [len(row) - n_rotated])
     return np.concatenate([round_blocks(head, 64, E4M3, 1e-4), tail])
 
 
 def round_index(x: F32) -> F32:
-    """Hadamard transform of 128 values, then FP4 (3.8), without the step to half."""
+    """Hadamard transform of 128 values, then FP4, without the step to half.
+
+    See docs/spec/deepseek4-model.md#indexer.
+    """
     for stride in (1, 2, 4, 8, 16, 32, 64):
         a, b = x.reshape(-1, 2, stride).swapaxes(0, 1)
         x = np.stack([a + b, a - b], axis=1)
@@ -116,7 +128,7 @@ def round_index(x: F32) -> F32:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Context extension (3.4)."""
+    """Context extension (docs/spec/deepseek4-model.md#rope)."""
 
     factor: float
     beta_fast: float
@@ -168,7 +180,10 @@ class Rotary:
 
 
 def hc_split(mix: F32, scale: F32, base: F32, n_rounds: int) -> tuple[F32, F32, F32]:
-    """Return pre [4], post [4] and C [4 from, 4 to] of 24 control values (3.2)."""
+    """Return pre [4], post [4] and C [4 from, 4 to] of 24 control values.
+
+    See docs/spec/deepseek4-model.md#hyper-connections.
+    """
     z = mix * np.repeat(scale, [4, 4, 16]) + base
     pre = f32(1) / (f32(1) + exp(-z[:4])) + EPS
     post = f32(2) / (f32(1) + exp(-z[4:8]))
@@ -196,7 +211,10 @@ def hc_spread(y: F32, streams: F32, post: F32, c: F32) -> F32:
 
 
 def attend(q: F32, rows: F32, sinks: F32) -> F32:
-    """Return [NH, HD] for queries [NH, HD] and rows [N, HD], which are keys and values (3.9)."""
+    """Return [NH, HD] for queries [NH, HD] and rows [N, HD], which are keys and values.
+
+    See docs/spec/deepseek4-model.md#attention.
+    """
     scores = in_order(rows * q[:, None]) * (f32(1) / np.sqrt(f32(q.shape[1])))
     scores = np.column_stack([sinks, scores])
     weights = exp(scores - scores.max(1, keepdims=True))
@@ -210,14 +228,19 @@ def largest(scores: F32, count: int) -> npt.NDArray[np.intp]:
 
 
 def index_scores(queries: F32, rows: F32, weights: F32) -> F32:
-    """Return how much a token wants each row [N]: queries [IH, ID], rows [N, ID] (3.8)."""
+    """Return how much a token wants each row [N]: queries [IH, ID], rows [N, ID].
+
+    See docs/spec/deepseek4-model.md#indexer.
+    """
     dots = in_order(rows * queries[:, None])
     return in_order(np.maximum(dots, f32(0)) * weights[:, None], 0)
 
 
 @dataclass
 class Pool:
-    """Compresses `ratio` tokens into one row (3.7), and keeps what it was fed and what it made.
+    """Compresses `ratio` tokens into one row, and keeps what it was fed and what it made.
+
+    See docs/spec/deepseek4-model.md#compressor.
 
     Rows of ratio 4 also see the window before their own: of its tokens the first half of the
     channels, of their own tokens the second half.
@@ -255,7 +278,7 @@ class Pool:
 
 
 def router_probs(logits: F32) -> F32:
-    """Return sqrt(softplus) (3.12)."""
+    """Return sqrt(softplus) (docs/spec/deepseek4-model.md#feed-forward)."""
     small = np.minimum(logits, f32(20))
     softplus = np.where(small < -20, exp(small), log1p(exp(small)))
     return np.sqrt(np.where(logits > 20, logits, softplus))

@@ -1,4 +1,4 @@
-"""DeepSeek V4 in plain NumPy, one token after the other: docs/spec/deepseek4-model.md 3.
+"""DeepSeek V4 in plain NumPy, one token after the other: docs/spec/deepseek4-model.md#forward.
 
 Owns: the order in which a token meets the formulas, and what a layer remembers. Refuses to know:
 ds4py.models, batches, speed. Invariant: what the C engine computes on the CPU.
@@ -53,7 +53,10 @@ SCALES = {"Q8_0": (0,), "IQ2_XXS": (0,), "Q2_K": (80, 82), "Q4_K": (0, 2)}
 
 
 class PlainMatrix:
-    """A matrix [out, in] of F16 or F32; the input stays as it is (2.6)."""
+    """A matrix [out, in] of F16 or F32; the input stays as it is.
+
+    See docs/spec/deepseek4-model.md#activation-forms.
+    """
 
     def __init__(self, weight: F32):
         self._weight = weight
@@ -63,7 +66,9 @@ class PlainMatrix:
 
 
 class QuantMatrix:
-    """A matrix of quantized blocks, and how the engine multiplies with it (2.7).
+    """A matrix of quantized blocks, and how the engine multiplies with it.
+
+    See docs/spec/deepseek4-model.md#activation-rounding.
 
     A block is the sum of one part per scale. Decoded with that scale one and the other zero, a part
     is made of small integers (or eighths), so that its product with a rounded input is exact.
@@ -355,7 +360,10 @@ class Reference:
         return chosen, {"index_q": queries, "index_scores": scores, "index_allowed": allowed}
 
     def _attend(self, layer: int, q: F32, rows: F32, position: int) -> Trace:
-        """Attend, rotate back, and project groups of heads (3.9, 3.10)."""
+        """Attend, rotate back, and project groups of heads.
+
+        See docs/spec/deepseek4-model.md#attention, #output-projection.
+        """
         blk = f"blk.{layer}."
         heads = attend(q, rows, self.weights.tensor(f"{blk}attn_sinks.weight"))
         heads = self._rotary(layer).rotate(heads, position, sign=-1)

@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import TensorSource, WriteValue, save_gguf
+from tools.gguf_writer import TensorSource, WriteValue, save_gguf
 
 
 def rewritten(

@@ -15,12 +15,12 @@ from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.loader import read_shape
 from ds4py.errors import ModelError
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import save_gguf
 from ds4py.layer_range import LayerSpec
 from ds4py.layers.cpu_steps import CpuLayers
 from tests.unit.models.decoder_reference import ReferenceDecoder
 from tests.unit.models.llama_reference import rewritten
 from tools import toy_decoder
+from tools.gguf_writer import save_gguf
 from tools.toy_decoder import Sizes
 
 SMALL = Sizes(

@@ -73,7 +73,7 @@ def one_token(
     *,
     act_quant: bool,
 ) -> torch.Tensor:
-    """Section 3.12 for one token, expert by expert."""
+    """docs/spec/deepseek4-model.md#feed-forward for one token, expert by expert."""
     into, out_of = own["ffn_gate_exps.weight"], own["ffn_down_exps.weight"]
     round_in, round_mid = (activation_rounding(part.format) for part in (into, out_of))
     if act_quant and round_in is not None:

@@ -1,6 +1,6 @@
 """The NumPy DeepSeek V4 that others are tested against: equal to the C engine's recordings.
 
-The formulas meet the vectors of docs/spec/deepseek4-model.md appendix B. The model meets recorded
+The formulas meet the vectors of docs/spec/deepseek4-model.md#vectors. The model meets recorded
 states, half by half with recorded inputs. Where its float32 arithmetic equals the engine's, a half
 is equal bit for bit, and most are. The rest differ because the engine's exp, log, sin and cos are
 not correctly rounded; with those of GNU's C library in place (the slow test) everything is equal.
@@ -39,7 +39,7 @@ def vector(*values: float, width: int = 0) -> np.ndarray:
     return np.array([*values, *[0] * (width - len(values))], f32)
 
 
-# --- the vectors of appendix B --------------------------------------------------------------------
+# --- deepseek4-model.md#vectors -------------------------------------------------------------------
 
 
 def test_activations_take_an_integer_per_value_and_a_scale_per_block():

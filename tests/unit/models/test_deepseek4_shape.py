@@ -13,10 +13,10 @@ from ds4py.errors import ModelError
 from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
 from ds4py.gguf.metadata import Metadata
-from ds4py.gguf.write import save_gguf
 from ds4py.layer_range import LayerRange
 from ds4py.models.deepseek4 import Shape
 from tests import golden
+from tools.gguf_writer import save_gguf
 from tools.toy_deepseek4 import FLASH, PRO, Sizes, metadata, tensors
 
 TINY = metadata(Sizes())
@@ -151,7 +151,7 @@ def test_the_shape_says_what_the_file_said():
     assert shape.norm_eps == shape.hc_eps == float(np.float32(1e-6))
 
 
-# --- tensors (docs/spec/deepseek4-model.md 1.4, 10.1)
+# --- tensors (docs/spec/deepseek4-model.md#tensors, #weights)
 
 
 @pytest.mark.parametrize("sizes", [FLASH, PRO, Sizes()], ids=["flash", "pro", "tiny"])
@@ -241,7 +241,7 @@ def test_saved_caches_follow_the_ratios():
     assert {(layer.width, layer.window) for layer in saved} == {(160, 16)}
 
 
-# --- keys (docs/spec/deepseek4-model.md 1.3)
+# --- keys (docs/spec/deepseek4-model.md#keys)
 
 DEFAULTS = {
     "context_length": ("n_ctx_train", 16 * 65536),

@@ -12,13 +12,13 @@ from ds4py.contracts import ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.runner import _ForwardJob
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import TensorSource
 from ds4py.kernels.cache import Segment
 from ds4py.kernels.cpu.linear import FEW_ROWS
 from ds4py.layers.cpu_steps import CpuLayers
 from tests.toys import packed, toy_llama
 from tests.unit.kernels.packed_matrices import matrix
 from tests.unit.models.llama_reference import rewritten
+from tools.gguf_writer import TensorSource
 
 PROMPTS = ((5, 80, 7, 7, 200, 31, 100), (9,), tuple(range(40, 73)))
 NEXT = ((12, 8, 99), (14, 250, 3), (77, 6, 5))

@@ -9,7 +9,7 @@ from ds4py.config import Address
 from ds4py.errors import TransportError
 from ds4py.layer_range import LayerRange
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import connect
+from ds4py.transport.connector import Connector
 from ds4py.wire.extensions import (
     CANCEL,
     DROP,
@@ -68,7 +68,7 @@ def greet(connection: Connection, **changes: object) -> PeerHello:
 @contextmanager
 def calling(address: Address) -> Iterator[Connection]:
     """A connection to a coordinator, nothing said yet."""
-    connection = Connection(connect(address, SOCKETS), SOCKETS, worker_limits(N_CTX, WIDTH))
+    connection = Connector(SOCKETS).connect(address, worker_limits(N_CTX, WIDTH))
     try:
         yield connection
     finally:

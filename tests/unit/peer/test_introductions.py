@@ -11,23 +11,23 @@ import pytest
 from ds4py import __version__
 from ds4py.config import Address, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.layer_range import LayerSpec
 from ds4py.peer import handshake as handshake_module
 from ds4py.peer.handshake import PLAIN_SECONDS, PlainMemory
 from ds4py.peer.hello import build_id
 from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import Listener, connect
+from ds4py.transport.connector import Connector
+from ds4py.transport.sockets import Listener
 from ds4py.wire.extensions import CANCEL, DROP, FORK, HOP_LOST, REWIND, encode_peer_hello
 from ds4py.wire.frames import EXT_HELLO, FrameType, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText
-from ds4py.worker import registration as enlistment_module
 from ds4py.worker import worker as worker_module
 from tests.by_hand import PROMPT, QUICK, WHOLE, dialling, n_workers
-from tests.clusters import ANY_PORT, SOCKETS, cluster, span, start_worker, wait_until
+from tests.clusters import ANY_PORT, SOCKETS, cluster, registered, span, start_worker, wait_until
 from tests.fake_runner import WIDTH, FakeRunner, card
 from tests.peers import N_CTX
-from tests.sockets import Background
+from tests.sockets import Background, frames_over
 from tests.unit.peer.extended import calling, exchange, extended_worker, worker_hello
 
 FEATURES = {CANCEL, DROP, FORK, HOP_LOST, REWIND}
@@ -42,11 +42,11 @@ def quick(monkeypatch) -> None:
 def test_a_coordinator_learns_the_same_of_a_worker_whoever_dials(dial_in) -> None:
     with cluster(["0-5"], dial_in=dial_in) as c:
         c.wait_ready()
-        (record,) = c.coordinator._registry.records
+        (record,) = registered(c.coordinator)
         assert record.features == FEATURES
         assert (record.alive_timeout, record.weight_bytes, record.n_ctx) == (10, 6000, 64)
         assert record.address.port == c.workers[0].address.port
-        assert c.coordinator.ensure_route(after_loss=False, cancelled=None).can_rewind
+        assert c.coordinator.ensure_pipeline(after_loss=False, cancelled=None).can_rewind
 
 
 def test_a_dialling_worker_is_answered_and_serves() -> None:
@@ -54,7 +54,7 @@ def test_a_dialling_worker_is_answered_and_serves() -> None:
         theirs = exchange(peer, worker_hello(WHOLE, alive_timeout=3.5))
         assert (theirs.role, theirs.build) == ("coordinator", build_id())
         c.wait_ready()
-        (record,) = c.coordinator._registry.records
+        (record,) = registered(c.coordinator)
         assert (record.address, record.alive_timeout) == (Address("127.0.0.1", 7009), 3.5)
 
 
@@ -92,9 +92,9 @@ def test_who_a_peer_is_stands_in_both_logs_once(caplog, quick) -> None:
     with cluster(["0-5"], dial_in=True) as c:
         c.wait_ready()
         for _ in range(2):
-            (link,) = c.coordinator._links.values()
+            (link,) = c.coordinator.workers.links.values()
             link.close("to see it come back")
-            wait_until(lambda: link.link_id not in c.coordinator._links, "it is gone")  # noqa: B023
+            wait_until(lambda: link.link_id not in c.coordinator.workers.links, "it is gone")  # noqa: B023
             c.wait_ready()
         (worker,) = c.workers
         words = f"is ds4py {__version__} (build {build_id()})"
@@ -116,7 +116,7 @@ def test_another_file_of_the_same_model_is_a_warning_with_both_fingerprints(
     route = () if dialled is None else (RouteEntry(dialled.address),)
     config = replace(QUICK, route=route)
     coordinator = Coordinator(replace(card(), fingerprint=ours), 64, config, SOCKETS)
-    port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(ANY_PORT, SOCKETS), coordinator)
     port.start()
     coordinator.start()
     worker = dialled or start_worker(runner, coordinator=port.address)
@@ -157,7 +157,7 @@ class Door:
         sock = Background(self.listener.accept).result()
         assert sock is not None
         limits = worker_limits(N_CTX, WIDTH) | {FrameType.HELLO: 167}
-        connection = Connection(sock, SOCKETS, limits)
+        connection = frames_over(sock, limits)
         frame = Background(connection.receive).result()
         assert frame is not None
         if close:
@@ -174,10 +174,10 @@ def test_a_plain_coordinator_that_gives_way_to_a_ds4py_is_found_again(monkeypatc
         assert door.next_type()[0] == FrameType.HELLO
     door.listener.close()
     coordinator = Coordinator(card(), 64, QUICK, SOCKETS)
-    port = ProtocolDemux(Listener(door.address, SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(door.address, SOCKETS), coordinator)
     port.start()
-    wait_until(lambda: bool(coordinator._registry.records), "it has come")
-    assert coordinator._registry.records[0].features == FEATURES
+    wait_until(lambda: bool(registered(coordinator)), "it has come")
+    assert registered(coordinator)[0].features == FEATURES
     port.close()
     coordinator.close()
     worker.close()
@@ -188,11 +188,13 @@ def test_a_coordinator_that_dies_during_the_handshake_is_not_taken_for_a_plain_o
 ) -> None:
     attempts: list[int] = []
 
+    connect = Connector.connect
+
     def counted(*args, rounds: int, **more):
         attempts.append(rounds)
         return connect(*args, rounds=1, **more)
 
-    monkeypatch.setattr(enlistment_module, "connect", counted)
+    monkeypatch.setattr(Connector, "connect", counted)
     door = Door()
     worker = start_worker(FakeRunner(WHOLE), coordinator=door.address)
     kind, connection = door.next_type(close=False)
@@ -220,7 +222,7 @@ def test_a_coordinator_that_never_answers_is_not_taken_for_a_plain_one(monkeypat
 
 def test_a_plain_worker_that_gives_way_to_a_ds4py_is_found_again(monkeypatch) -> None:
     monkeypatch.setattr(handshake_module, "PLAIN_SECONDS", 0.0)
-    monkeypatch.setattr("ds4py.coordinator.relay.dialer.REDIAL_PAUSE", 0.01)
+    monkeypatch.setattr("ds4py.coordinator.relay.workers.dialer.REDIAL_PAUSE", 0.01)
     plain = start_worker(FakeRunner(WHOLE), speaks_extensions=False)
     with dialling(RouteEntry(plain.address, LayerSpec.parse("0:output"))) as c:
         c.wait_ready()
@@ -228,14 +230,17 @@ def test_a_plain_worker_that_gives_way_to_a_ds4py_is_found_again(monkeypatch) ->
         wait_until(lambda: not c.coordinator.health().ready, "it is missed")
         worker = start_worker(FakeRunner(WHOLE), listen=plain.address)
         c.wait_ready()
-        assert c.coordinator._registry.records[0].features == FEATURES
+        assert registered(c.coordinator)[0].features == FEATURES
         with c.backend.lease(PROMPT) as session:
             session.sync(PROMPT)
     worker.close()
 
 
 def test_two_ds4py_workers_of_one_host_and_range_stand_side_by_side() -> None:
-    """The stock protocol takes the second for the first one come back (spec 6.3)."""
+    """The stock protocol takes the second for the first one come back.
+
+    See docs/spec/wire-protocol.md#registry.
+    """
     with (
         cluster([]) as c,
         extended_worker(c.port.address, WHOLE, alive_timeout=5.0),
@@ -243,6 +248,6 @@ def test_two_ds4py_workers_of_one_host_and_range_stand_side_by_side() -> None:
     ):
         wait_until(lambda: n_workers(c) == 2, "both are registered")
         with extended_worker(c.port.address, span("0-5"), alive_timeout=5.0):
-            wait_until(lambda: len(c.coordinator._retired) == 1, "the first has come back")
-            ports = [r.address.port for r in c.coordinator._registry.records]
+            wait_until(lambda: len(c.coordinator.workers.retired) == 1, "the first has come back")
+            ports = [r.address.port for r in registered(c.coordinator)]
             assert ports == [7010, 7009]

@@ -19,11 +19,12 @@ from ds4py.activations import HiddenBatch
 from ds4py.config import Address, CoordinatorConfig, PrefillTuning, RouteEntry, WorkerConfig
 from ds4py.contracts import ForwardOutput, ModelCard, SessionId
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import Ds4Error
 from ds4py.layer_range import LayerRange, LayerSpec
 from ds4py.transport.connection import Connection
+from ds4py.transport.connector import Connector
 from ds4py.transport.sockets import Listener, connect
 from ds4py.wire.frames import (
     EXT_HELLO,
@@ -37,9 +38,9 @@ from ds4py.wire.frames import (
 from ds4py.wire.messages import ErrorText, Hello, Work, decode, encode
 from ds4py.worker.worker import Worker
 from tests import golden
-from tests.clusters import SOCKETS, wait_until
+from tests.clusters import SOCKETS, registered, wait_until
 from tests.fake_runner import FakeRunner
-from tests.sockets import Background
+from tests.sockets import Background, frames_over
 from tests.strategies import read_frames
 
 MODEL = ModelCard(
@@ -93,7 +94,7 @@ class PlainCoordinator:
         while True:
             sock = Background(self.listener.accept).result()
             assert sock is not None
-            connection = Connection(sock, SOCKETS, LIMITS)
+            connection = frames_over(sock, LIMITS)
             frame = next_frame(connection)
             assert frame is not None
             self.first_types.append(frame.type)
@@ -202,7 +203,7 @@ def coordinating(scenario: str, *entries: RouteEntry, plain: bool = False) -> It
         result_timeout=20,
     )
     coordinator = Coordinator(MODEL, N_CTX, config, SOCKETS, local=FirstLayers())
-    port = ProtocolDemux(Listener(LOOPBACK, SOCKETS), coordinator, SOCKETS, None)
+    port = coordinator_port(Listener(LOOPBACK, SOCKETS), coordinator)
     port.start()
     coordinator.start()
     try:
@@ -217,7 +218,7 @@ def worker_by_hand(scenario: str, letter: str, address: Address) -> Iterator[Con
     """Register as a recorded worker, from the address that it had."""
     host = {"A": "127.0.0.11", "B": "127.0.0.12"}[letter]
     sock = connect(address, replace(SOCKETS, bind_host=host))
-    connection = Connection(sock, SOCKETS, LIMITS)
+    connection = frames_over(sock, LIMITS)
     hello = golden.load_bytes(f"wire/{scenario}.ctl{letter}-0.c2s.bin")
     (first, *_) = read_frames(hello, LIMITS)
     connection.send(encode_frame(first.type, bytes(first.body)))
@@ -296,7 +297,7 @@ def test_a_plain_worker_that_is_dialled_sees_the_same_after_one_closed_connectio
     def accept() -> Connection:
         sock = Background(worker.accept).result()
         assert sock is not None
-        return Connection(sock, SOCKETS, plain_limits(LIMITS))
+        return frames_over(sock, plain_limits(LIMITS))
 
     entry = RouteEntry(worker.address, LayerSpec.parse("2:output"))
     with coordinating(scenario, entry, plain=plain) as (coordinator, backend, _):
@@ -326,7 +327,7 @@ def test_a_plain_coordinator_is_as_deaf_as_the_c_one() -> None:
         worker = Worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL), config, SOCKETS)
         worker.start()
         wait_until(lambda: coordinator.health().ready, "it is registered")
-        (record,) = coordinator._registry.records
+        (record,) = registered(coordinator)
         assert (record.features, record.alive_timeout) == (frozenset(), None)
         worker.close()
 
@@ -337,7 +338,7 @@ def test_a_plain_worker_is_as_deaf_as_the_c_one() -> None:
     worker = Worker(FakeRunner(layers, n_ctx=N_CTX, identity=MODEL), config, SOCKETS)
     worker.start()
     for frame_type in itertools.chain(range(256, 262)):
-        connection = Connection(connect(worker.address, SOCKETS), SOCKETS, LIMITS)
+        connection = Connector(SOCKETS).connect(worker.address, LIMITS)
         connection.send(encode_frame(frame_type, b"{}"))
         frame = next_frame(connection)
         assert frame is not None

@@ -8,24 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.activations import HiddenBatch
-from ds4py.layer_range import LayerRange
-from ds4py.peer.validation import (
+from ds4py.coordinator.relay.answers import (
     AcceptedResult,
-    AcceptedWork,
     Awaited,
-    CoordinatorFacts,
     ExpectedResult,
     FailedResult,
-    RefusedWork,
-    WorkerFacts,
-    check_hello,
     check_result,
-    check_work,
 )
+from ds4py.coordinator.relay.workers.worker_hello import CoordinatorFacts, check_hello
+from ds4py.layer_range import LayerRange
 from ds4py.wire.extensions import PeerHello
 from ds4py.wire.messages import Hello, Result, ResultKind, Work, WorkFlags, encode, error_result
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 from ds4py.wire.route import HopEntry, encode_route
+from ds4py.worker.work_frames import AcceptedWork, RefusedWork, WorkerFacts, check_work
 from tests.strategies import hellos, joined, peer_hellos, results, works
 
 WIDTH, VOCAB = 4, 10
@@ -144,7 +140,7 @@ def with_hash(tokens):
     return {"tokens": tokens, "result_hash": extend(INIT, tokens)}
 
 
-# (class, WORK, worker): the rows of spec 2.3 in their order
+# (class, WORK, worker): the rows of docs/spec/wire-protocol.md#work in their order
 REFUSALS = [
     ("W-NOROUTE", work(HOP_1, route_count=0), MIDDLE),
     ("W-ROUTEIDX", work(HOP_1, route_index=1), MIDDLE),
@@ -276,7 +272,7 @@ PEER = PeerHello(
     layer_end=5,
     has_output=True,
 )
-# (class, changes) in the order of spec 2.1
+# (class, changes) in the order of docs/spec/wire-protocol.md#hello
 HELLO_FAULTS = [
     ("H-MODEL-ID", {"model_id": 8}),
     ("H-MODEL-NAME", {"model_name": b"boy"}),
@@ -395,7 +391,8 @@ LOGITS_RESULT = answer(ResultKind.LOGITS, 4 * VOCAB)
 HIDDEN_RESULT = answer(ResultKind.HIDDEN_STATE, 4 * 3 * WIDTH)
 
 
-# spec 7.4 and 7.6: which kinds are admitted, with and without the output flag on the final entry
+# which kinds are admitted (docs/spec/wire-protocol.md#accepted-results, #decode), with and without
+# the output flag on the final entry
 @pytest.mark.parametrize(
     ("awaited", "final_has_output", "admitted"),
     [

@@ -199,7 +199,7 @@ def test_golden_blocks_of_the_specification(
     total: float,
     squares: float,
 ) -> None:
-    """docs/spec/deepseek4-model.md, section 2.5."""
+    """docs/spec/deepseek4-model.md#format-tables."""
     golden = bytearray((37 * i + 11) % 256 for i in range(BY_NAME[name].block_bytes))
     for offset, value in halves.items():
         golden[offset : offset + 2] = half(value)

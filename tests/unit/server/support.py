@@ -9,9 +9,17 @@ from contextlib import contextmanager
 import httpx
 
 from ds4py.config import SamplingParams, ServerConfig
+from ds4py.server.history.conversations import ConversationMemory
 from ds4py.server.http.app import create_app, queue_of, save_sessions
 from ds4py.server.http.server import HttpServer
-from ds4py.server.requests.prompts import TextStack
+from ds4py.server.requests.prompts import PromptWriter, TextStack
+from ds4py.server.requests.request import (
+    ChatMessage,
+    CompletionPrompt,
+    Conversation,
+    GenerationRequest,
+    Toolbox,
+)
 from ds4py.snapshot.disk_cache import DiskCache
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
@@ -47,6 +55,30 @@ def backend(says: str | bytes | Sequence[int] | None = "Hello world", **options)
     """A fake model that always answers `says`."""
     tokens = script(says) if isinstance(says, str | bytes) else says
     return FakeBackend(n_vocab=N_VOCAB, script=tokens, **options)
+
+
+def writer(text: TextStack, **limits: int) -> PromptWriter:
+    """What writes prompts of a model without a memory."""
+    fake = FakeBackend(**{"n_vocab": N_VOCAB, "n_ctx": 4096, **limits})
+    return PromptWriter(text, fake, ServerConfig(), ConversationMemory())
+
+
+def chat_ids(
+    text: TextStack, messages: Sequence[ChatMessage], *, tools: Sequence[str] = (), **how
+) -> tuple[int, ...]:
+    """The prompt of a conversation."""
+    parts = {"think": how.pop("think", None), "sampling": GREEDY, "max_tokens": 1}
+    conversation = Conversation(tuple(messages), Toolbox(tuple(tools)), **how)
+    return writer(text).write(GenerationRequest(prompt=conversation, **parts)).ids
+
+
+def completion_ids(
+    text: TextStack, content: str | tuple[int, ...], *, raw: bool = False, think: str | None = None
+) -> tuple[int, ...]:
+    """The prompt of a completion."""
+    prompt = CompletionPrompt(content, raw)
+    asked = GenerationRequest(prompt=prompt, think=think, sampling=GREEDY, max_tokens=1)
+    return writer(text).write(asked).ids
 
 
 @contextmanager

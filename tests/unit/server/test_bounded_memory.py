@@ -5,14 +5,13 @@ import logging
 
 import pytest
 
-from ds4py.config import SamplingParams, ServerConfig
-from ds4py.server.api.chat_messages import ChatMessage, PastCall
+from ds4py.config import ServerConfig
 from ds4py.server.api.messages.request import read_messages
 from ds4py.server.history.disk_prefix_cache import DiskPrefixCache
 from ds4py.server.history.exact_tokens import ExactTokens
-from ds4py.server.history.pending_tools import Kept
 from ds4py.server.history.tool_calls import ToolCallMemory
 from ds4py.server.http.app import create_app, queue_of, save_sessions
+from ds4py.server.requests.request import ChatMessage, Conversation, PastCall
 from ds4py.snapshot.disk_cache import CacheIdentity, DiskCache, DiskCacheOptions
 from ds4py.snapshot.kvc import ABI_OWN, Reason
 from tests.fakes import FakeSession
@@ -34,7 +33,7 @@ LONG = "x" * 1000
     ],
 )
 def test_whatever_is_long_in_a_turn_counts(turn):
-    assert Kept((turn,), ()).n_bytes > 1000
+    assert Conversation((turn,)).n_bytes > 1000
 
 
 def test_transcripts_are_bounded_by_what_their_views_hold():
@@ -95,14 +94,14 @@ def messages_body(*blocks, tools=()):
 
 def test_what_is_no_text_is_left_out_of_messages_with_a_warning(caplog):
     image = {"type": "image", "source": {"type": "base64", "data": "AA=="}}
-    read = read_messages(messages_body({"type": "text", "text": "a"}, image), SamplingParams())
-    assert read.messages[0].content == "a"
+    read = read_messages(messages_body({"type": "text", "text": "a"}, image), ServerConfig())
+    assert read.prompt.messages[0].content == "a"
     assert caplog.text.count("are no text") == 1
 
 
 def test_blocks_that_are_read_give_no_warning(caplog):
     result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
-    read_messages(messages_body({"type": "text", "text": "a"}, result), SamplingParams())
+    read_messages(messages_body({"type": "text", "text": "a"}, result), ServerConfig())
     assert not caplog.records
 
 
@@ -110,11 +109,10 @@ def test_tools_that_only_their_maker_runs_are_left_out(caplog):
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     own = {"name": "web_search_own", "input_schema": {"type": "object"}}
     shell = {"type": "bash_20250124", "name": "bash"}
-    read = read_messages(messages_body(tools=[search, own, shell]), SamplingParams())
-    assert len(read.tools) == 2
-    assert "max_uses" not in "".join(read.tools)
+    read = read_messages(messages_body(tools=[search, own, shell]), ServerConfig())
+    assert len(read.prompt.tools.sources) == 2
+    assert "max_uses" not in "".join(read.prompt.tools.sources)
     assert "web_search_20250305" in caplog.text
-    assert read.names_tools
 
 
 def test_what_begins_otherwise_needs_no_look_at_a_conversation():

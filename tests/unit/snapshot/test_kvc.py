@@ -27,7 +27,7 @@ from ds4py.snapshot.kvc import (
     write_trailer,
 )
 
-# docs/spec/server-and-cli.md 4.5, byte by byte
+# docs/spec/server-and-cli.md#kvc, byte by byte
 BY_HAND = bytes.fromhex(
     "4b5643 01 02 03 05 01"  # KVC, version 1, 2 bits, evict, tool map + thinking key, Pro
     "00080000 07000000 00800000"  # 2048 tokens, 7 hits, context 32768

@@ -1,4 +1,4 @@
-"""When to save, what may be loaded, what goes first: docs/spec/server-and-cli.md 4.3 to 4.6."""
+"""When to save, what may be loaded, what goes first: server-and-cli.md#disk-cache, #eviction."""
 
 import hashlib
 from dataclasses import replace

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.contracts import SessionId
-from ds4py.stage.aborts import _MAX_MARKS, AbortedRequests
+from ds4py.stage.stage import _MAX_MARKS, AbortedRequests
 
 ids = st.integers(0, 5)
 

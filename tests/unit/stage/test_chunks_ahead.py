@@ -35,6 +35,7 @@ from ds4py.engine import LocalRunner, open_runner
 from ds4py.engine.host_staging import PinnedPool, StreamStaging
 from ds4py.errors import CancelledError, CapacityError, ClusterError
 from ds4py.layer_range import LayerSpec
+from ds4py.stage.executor import wait_for
 from ds4py.wire.extensions import Fork
 from ds4py.wire.messages import Work
 from ds4py.wire.prefix_hash import prefix_hash
@@ -64,9 +65,9 @@ class Driven(NamedTuple):
 
     def together(self, send: Callable[[], object], n_items: int) -> None:
         """Send what makes so many items for the device, and let it look only when all are there."""
-        device = self.worker._stage.device
+        device = self.worker.stage.device
         entered, gate = threading.Event(), threading.Event()
-        device.post(lambda _: (entered.set(), gate.wait(20)))
+        device.ask(lambda _: (entered.set(), gate.wait(20)))
         assert entered.wait(20)
         try:
             send()
@@ -76,9 +77,9 @@ class Driven(NamedTuple):
 
     def timeline(self, session: int) -> tuple[list[int], bool] | None:
         """Return a session's tokens and whether they are there."""
-        device = self.worker._stage.device
-        cached = device.call(
-            lambda _: self.worker._stage.session_table.get(SessionId(session)), timeout=20
+        device = self.worker.stage.device
+        cached = wait_for(
+            device.ask(lambda _: self.worker.stage.sessions.get(SessionId(session))), 20
         )
         return None if cached is None else (cached.tokens, cached.valid)
 
@@ -161,7 +162,7 @@ def test_a_session_that_begins_anew_behind_a_span_that_fails_is_not_disturbed() 
 
 
 def test_a_first_span_that_failed_is_admitted_again_without_a_reset() -> None:
-    """Spec 8.5, as if the failure had come at once."""
+    """docs/spec/wire-protocol.md#evaluation-checks, as if the failure had come at once."""
     once = iter([BROKEN])
 
     def arrive(_: ForwardRequest) -> None:
@@ -273,7 +274,7 @@ def outcome(
         at_once: The device looks only when all are there.
     """
     sessions = [SessionId(first + n) for n in range(3)]
-    w.worker._stage.aborted.mark(sessions[0], 100 * first + n_called_off - 1)
+    w.worker.stage.aborted.mark(sessions[0], 100 * first + n_called_off - 1)
     if at_once:
         w.together(lambda: send_all(w, steps, first), len(steps))
     else:
@@ -411,8 +412,8 @@ def test_a_span_ahead_is_left_out_when_nobody_waits_for_it_any_more() -> None:
                 session.sync(PROMPT)
         finally:
             resume.set()
-        device = session._source.local  # type: ignore[attr-defined]
-        device.call(lambda _: None, timeout=20, session=session.session_id)  # type: ignore[attr-defined]
+        device = session._source.local.device  # type: ignore[attr-defined]
+        wait_for(device.ask(lambda _: None, session=session.session_id), 20)  # type: ignore[attr-defined]
         assert local.evaluated == [(0, 2)]
 
 

@@ -12,7 +12,7 @@ from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, OutputKi
 from ds4py.errors import CapacityError, ClusterError, Ds4Error, ModelError
 from ds4py.stage import executor as device_module
 from ds4py.stage import scheduler as scheduler_module
-from ds4py.stage.executor import DeviceJob, DeviceThread
+from ds4py.stage.executor import DeviceThread, wait_for
 from tests.clusters import span, wait_until
 from tests.fake_runner import FakeRunner
 from tests.sockets import Background
@@ -30,16 +30,23 @@ def work(session: int, pos0: int = 0, n: int = 1) -> ForwardRequest:
 
 
 class Job:
-    """A job with its outcome."""
+    """An `executor.DeviceJob` with its outcome."""
 
-    def __init__(self, session: int, pos0: int = 0, n: int = 1):
+    def __init__(self, session: int, pos0: int = 0, n: int = 1, *, error: Exception | None = None):
         self.outcomes: list[ForwardOutput | Ds4Error] = []
-        self.job = DeviceJob(
-            SessionId(session),
-            lambda: work(session, pos0, n),
-            self.outcomes.append,
-            is_decode=n == 1,
-        )
+        self.session, self.is_decode = SessionId(session), n == 1
+        self._work, self._error = work(session, pos0, n), error
+
+    def admit(self) -> ForwardRequest:
+        if self._error is not None:
+            raise self._error
+        return self._work
+
+    def started(self) -> None:
+        pass
+
+    def finish(self, result: ForwardOutput | Ds4Error) -> None:
+        self.outcomes.append(result)
 
     @property
     def outcome(self) -> ForwardOutput | Ds4Error:
@@ -63,7 +70,7 @@ def gated(*, batching: bool = True) -> Iterator[tuple[DeviceThread, Gate]]:
     gate = Gate()
     runner = FakeRunner(span("0-5"), n_slots=100, before=gate)
     device = DeviceThread(runner, batching=batching)
-    device.submit(Job(99, n=2).job)
+    device.submit(Job(99, n=2))
     assert gate.entered.wait(20)
     try:
         yield device, gate
@@ -76,7 +83,7 @@ def test_all_single_tokens_that_wait_are_one_batch_and_a_chunk_runs_alone() -> N
     with gated() as (device, gate):
         jobs = [Job(1), Job(2), Job(3), Job(2, pos0=1), Job(4), Job(5, n=3), Job(6)]
         for job in jobs:
-            device.submit(job.job)
+            device.submit(job)
         gate.open.set()
         assert all(isinstance(job.outcome, ForwardOutput) for job in jobs)
         # 1 2 3 4 6, the chunk of 5, and 2 again
@@ -87,7 +94,7 @@ def test_without_batching_each_token_runs_alone_and_still_before_the_next_chunk(
     with gated(batching=False) as (device, gate):
         jobs = [Job(1), Job(5, n=3), Job(2), Job(6, n=2), Job(3)]
         for job in jobs:
-            device.submit(job.job)
+            device.submit(job)
         gate.open.set()
         assert all(isinstance(job.outcome, ForwardOutput) for job in jobs)
         assert device.runner.batches == [1] * 6
@@ -101,23 +108,23 @@ def test_a_token_waits_a_moment_for_those_that_came_with_it_before(batching, mon
     with gated(batching=batching) as (device, gate):
         together = [Job(1), Job(2)]
         for job in together:
-            device.submit(job.job)
+            device.submit(job)
         gate.open.set()
         assert all(isinstance(job.outcome, ForwardOutput) for job in together)
         first = Job(1, pos0=1)
-        device.submit(first.job)
+        device.submit(first)
         if batching:
             wait_until(lambda: len(device._scheduler) == 1, "it is taken in")
             assert not first.outcomes
         else:
             assert isinstance(first.outcome, ForwardOutput)
         second = Job(2, pos0=1)
-        device.submit(second.job)
+        device.submit(second)
         assert isinstance(second.outcome, ForwardOutput)
         assert device.runner.batches == ([1, 2, 2] if batching else [1] * 5)
-        device.submit(Job(1, pos0=2).job)  # a chunk is not kept waiting, nor is who waits with it
+        device.submit(Job(1, pos0=2))  # a chunk is not kept waiting, nor is who waits with it
         chunk = Job(3, n=2)
-        device.submit(chunk.job)
+        device.submit(chunk)
         assert isinstance(chunk.outcome, ForwardOutput)
 
 
@@ -129,45 +136,39 @@ def test_a_call_about_a_session_runs_behind_its_spans_and_before_those_that_foll
 
     with gated() as (device, gate):
         first, second = Job(1, n=3), Job(1, pos0=3, n=2)
-        device.submit(Job(7, n=2).job)
-        device.submit(first.job)
-        device.post(look("behind the first"), session=SessionId(1))
-        device.submit(second.job)
-        device.post(look("of no session"))
+        device.submit(Job(7, n=2))
+        device.submit(first)
+        device.ask(look("behind the first"), session=SessionId(1))
+        device.submit(second)
+        device.ask(look("of no session"))
         gate.open.set()
         assert isinstance(second.outcome, ForwardOutput)
     assert seen == [("of no session", None), ("behind the first", 3)]
 
 
 def test_one_refused_span_does_not_disturb_the_others_of_its_batch() -> None:
-    def refuse() -> ForwardRequest:
-        raise ModelError("session", got=1, expected=2)
-
-    def break_down() -> ForwardRequest:
-        raise ZeroDivisionError
-
-    outcomes: list[ForwardOutput | Ds4Error] = []
     with gated() as (device, gate):
+        refused = Job(2, error=ModelError("session", got=1, expected=2))
         good = Job(1)
-        device.submit(DeviceJob(SessionId(2), refuse, outcomes.append, is_decode=True))
-        device.submit(good.job)
-        device.submit(DeviceJob(SessionId(3), break_down, outcomes.append, is_decode=True))
+        broken = Job(3, error=ZeroDivisionError())
+        for job in (refused, good, broken):
+            device.submit(job)
         gate.open.set()
         assert isinstance(good.outcome, ForwardOutput)
-        wait_until(lambda: len(outcomes) == 2, "both are told")
-    assert isinstance(outcomes[0], ModelError)
-    assert "ZeroDivisionError" in str(outcomes[1])
+        assert isinstance(refused.outcome, ModelError)
+        assert "ZeroDivisionError" in str(broken.outcome)
 
 
 def test_a_receiver_that_fails_does_not_end_the_device() -> None:
     device = DeviceThread(FakeRunner(span("0-5")))
 
-    def fail(_: object) -> None:
-        raise ZeroDivisionError
+    class Failing(Job):
+        def finish(self, result: ForwardOutput | Ds4Error) -> None:
+            raise ZeroDivisionError
 
-    device.submit(DeviceJob(SessionId(1), lambda: work(1), fail))
+    device.submit(Failing(1))
     after = Job(2)
-    device.submit(after.job)
+    device.submit(after)
     assert isinstance(after.outcome, ForwardOutput)
     device.close()
 
@@ -177,12 +178,10 @@ def test_a_full_queue_refuses_at_once(monkeypatch) -> None:
     with gated() as (device, _):
         kept = [Job(1), Job(2)]
         for job in kept:
-            device.submit(job.job)
-        late = Job(3)
-        device.submit(late.job)
-        assert isinstance(late.outcome, CapacityError)
+            device.submit(job)
+        assert isinstance(device.submit(Job(3)), CapacityError)
         with pytest.raises(CapacityError):
-            device.call(lambda runner: None, timeout=1)
+            wait_for(device.ask(lambda runner: None), 1)
         assert not any(job.outcomes for job in kept)
 
 
@@ -190,16 +189,15 @@ def test_close_finishes_what_runs_and_refuses_what_waits() -> None:
     with gated() as (device, gate):
         jobs = [Job(n) for n in range(1, 5)]
         for job in jobs:
-            device.submit(job.job)
-        calling = Background(lambda: device.call(lambda runner: 1, timeout=20))
+            device.submit(job)
+        calling = Background(lambda: wait_for(device.ask(lambda runner: 1), 20))
         wait_until(lambda: len(device._queue) == 5, "all wait")
         closing = Background(device.close)
         wait_until(lambda: device._closed, "close has begun")
-        late = Job(9)
-        device.submit(late.job)
+        assert "shutting down" in str(device.submit(Job(9)))
         gate.open.set()
         closing.result()
-        for job in [*jobs, late]:
+        for job in jobs:
             assert "shutting down" in str(job.outcome)
         with pytest.raises(ClusterError, match="shutting down"):
             calling.result()
@@ -216,7 +214,9 @@ def test_jobs_that_race_with_close_are_all_finished_once() -> None:
         def submit(jobs=jobs, device=device, barrier=barrier) -> None:
             barrier.wait()
             for job in jobs:
-                device.submit(job.job)
+                refusal = device.submit(job)
+                if refusal is not None:
+                    job.outcomes.append(refusal)
 
         submitting = Background(submit)
         barrier.wait()
@@ -227,12 +227,12 @@ def test_jobs_that_race_with_close_are_all_finished_once() -> None:
 
 def test_waiting_for_a_device_that_hangs_ends() -> None:
     with gated() as (device, _), pytest.raises(ClusterError, match=r"no answer within 0.05 s"):
-        device.begin(work(1), prepare=lambda runner: None)(0.05)
+        wait_for(device.ask(lambda runner: None), 0.05)
 
 
 def test_a_call_returns_its_value_or_raises_its_error() -> None:
     device = DeviceThread(FakeRunner(span("0-5")))
-    assert device.call(lambda runner: runner.n_ctx, timeout=10) == 64
+    assert wait_for(device.ask(lambda runner: runner.n_ctx), 10) == 64
 
     def broken(_: object) -> None:
         raise ZeroDivisionError("oops")
@@ -241,9 +241,9 @@ def test_a_call_returns_its_value_or_raises_its_error() -> None:
         raise CapacityError("rows", needed=2, available=1)
 
     with pytest.raises(ClusterError, match="ZeroDivisionError: oops"):
-        device.call(broken, timeout=10)
+        wait_for(device.ask(broken), 10)
     with pytest.raises(CapacityError):
-        device.call(refusing, timeout=10)
+        wait_for(device.ask(refusing), 10)
     device.close()
 
 
@@ -255,9 +255,9 @@ def test_a_posted_function_runs_in_its_turn_and_disturbs_nobody() -> None:
 
     with gated() as (device, gate):
         job = Job(1)
-        device.submit(job.job)
-        device.post(broken, session=SessionId(1))
-        device.post(
+        device.submit(job)
+        device.ask(broken, session=SessionId(1))
+        device.ask(
             lambda runner: calls.append(f"{len(runner.batches)} batches before"),
             session=SessionId(1),
         )
@@ -265,5 +265,5 @@ def test_a_posted_function_runs_in_its_turn_and_disturbs_nobody() -> None:
         gate.open.set()
         assert isinstance(job.outcome, ForwardOutput)
         wait_until(lambda: calls == ["2 batches before"], "it ran behind both spans")
-    device.post(lambda runner: calls.append("too late"))
+    device.ask(lambda runner: calls.append("too late"))
     assert len(calls) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from ds4py.contracts import ForwardOutput, ForwardRequest, ModelRunner, OutputKind, SessionId
 from ds4py.errors import CancelledError, CapacityError, ClusterError, Ds4Error
-from ds4py.stage.executor import DeviceJob, DeviceThread
+from ds4py.stage.executor import DeviceThread, wait_for
 from tests.clusters import span, wait_until
 from tests.fake_runner import FakeRunner
 from tests.sockets import Background
@@ -33,6 +33,25 @@ class Arrivals:
 
     def let_go(self, session: int, pos0: int) -> None:
         self._gates[session, pos0].set()
+
+
+class Span:
+    """One chunk as `executor.DeviceJob`, whose steps a scene takes note of."""
+
+    def __init__(self, scene: Scene, work: ForwardRequest, refusal: Ds4Error | None):
+        self.session, self.is_decode = work.session, len(work.tokens) == 1
+        self._scene, self._work, self._refusal = scene, work, refusal
+
+    def admit(self) -> ForwardRequest:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._work
+
+    def started(self) -> None:
+        self._scene.queued.append((self.session, self._work.pos0))
+
+    def finish(self, result: ForwardOutput | Ds4Error) -> None:
+        self._scene.told.append((self.session, self._work.pos0, result))
 
 
 class Scene:
@@ -60,21 +79,7 @@ class Scene:
             reset=pos0 == 0,
             output_kind=OutputKind.NOTHING,
         )
-
-        def admit() -> ForwardRequest:
-            if refusal is not None:
-                raise refusal
-            return work
-
-        self.device.submit(
-            DeviceJob(
-                work.session,
-                admit,
-                lambda result: self.told.append((session, pos0, result)),
-                is_decode=n == 1,
-                queued=lambda: self.queued.append((session, pos0)),
-            )
-        )
+        assert self.device.submit(Span(self, work, refusal)) is None
 
     @property
     def order(self) -> list[tuple[int, int]]:
@@ -92,7 +97,7 @@ def scene(**fields: object) -> Iterator[Scene]:
     runner = FakeRunner(span("0-5"), overlaps=True, n_slots=100, **fields)  # type: ignore[arg-type]
     device = DeviceThread(runner)
     gate = threading.Event()
-    device.post(lambda _: gate.wait(20))
+    device.ask(lambda _: gate.wait(20))
     try:
         yield Scene(device, runner, gate.set)
     finally:
@@ -159,7 +164,7 @@ def test_what_comes_while_a_chunk_is_computed_finds_it_delivered(comes: str) -> 
             s.outcomes(2)
             assert s.order == [(1, 0), (2, 0)]
         elif comes == "a call":
-            s.device.call(lambda _: seen.append(list(s.order)), timeout=20)
+            wait_for(s.device.ask(lambda _: seen.append(list(s.order))), 20)
             assert seen == [[(1, 0)]]
         else:
             s.device.close()
@@ -248,17 +253,16 @@ def test_a_device_that_breaks_while_it_starts_or_computes_answers_both_in_order(
 
 
 def test_a_receiver_that_fails_to_take_note_does_not_end_the_device() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
+    class Forgetful(Span):
+        def started(self) -> None:
+            raise ZeroDivisionError
 
     with scene() as s:
-        told: list[ForwardOutput | Ds4Error] = []
         work = ForwardRequest(session=SessionId(1), tokens=(1, 1), pos0=0, hidden=None, reset=True)
-        s.device.submit(DeviceJob(SessionId(1), lambda: work, told.append, queued=fail))
+        s.device.submit(Forgetful(s, work, None))
         s.submit(2)
         s.begin()
-        s.outcomes(1)
-        assert isinstance(told[0], ForwardOutput)
+        assert all(isinstance(result, ForwardOutput) for result in s.outcomes(2))
 
 
 @pytest.mark.parametrize("about", [None, 1, 2])
@@ -275,7 +279,7 @@ def test_a_call_finds_everything_delivered(about: int | None) -> None:
 
         s.begin()
         wait_until(lambda: len(arrivals.awaited) == 1, "the first answer is waited for")
-        s.device.post(look, session=None if about is None else SessionId(about))
+        s.device.ask(look, session=None if about is None else SessionId(about))
         s.submit(2, 2)
         for session, pos0 in ((1, 0), (2, 0), (2, 2)):
             arrivals.let_go(session, pos0)

@@ -1,4 +1,4 @@
-"""Which span may continue which session: spec 8.3 to 8.5 and checklist 38 to 43."""
+"""Which span may continue which session: wire-protocol.md#kv-sessions, #checklist 38 to 43."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ds4py.errors import (
     ModelError,
     PrefixMismatchError,
 )
-from ds4py.stage.session_table import Admission, AdmissionRequest, SessionTable
+from ds4py.stage.session_table import Admission, SessionTable, StageRequest
 from ds4py.wire.prefix_hash import INIT, extend, prefix_hash
 
 A, B, C = SessionId(1), SessionId(2), SessionId(3)
 US, THEM = "our connection", "their connection"
 
 
-def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> AdmissionRequest:
+def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> StageRequest:
     """A span of `tokens` after `before`, honest unless told otherwise."""
     prefix = prefix_hash(before) if prefix is None else prefix
-    return AdmissionRequest(
+    return StageRequest(
         session=session,
         tokens=tuple(tokens),
         pos0=len(before) if pos0 is None else pos0,
@@ -35,7 +35,7 @@ def claim(before, tokens, *, session=A, reset=False, pos0=None, prefix=None) -> 
     )
 
 
-def evaluate(lines: SessionTable, span: AdmissionRequest, owner: str = US) -> Admission:
+def evaluate(lines: SessionTable, span: StageRequest, owner: str = US) -> Admission:
     admission = lines.admit(span, owner)
     lines.commit(span)
     return admission
@@ -150,7 +150,7 @@ def test_after_a_failure_of_the_device_only_a_fresh_start_is_admitted(error) -> 
 
 
 def test_after_a_failure_of_the_first_span_position_zero_needs_no_reset() -> None:
-    """Spec 8.5: a timeline that is not valid admits position 0."""
+    """wire-protocol.md#evaluation-checks: a timeline that is not valid admits position 0."""
     stage = lines()
     span = claim([], [5])
     stage.admit(span, US)

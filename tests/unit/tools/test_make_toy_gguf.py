@@ -15,10 +15,10 @@ from ds4py.engine import open_runner
 from ds4py.errors import ConfigError
 from ds4py.gguf import kinds
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import save_gguf
 from ds4py.text.tokenizer.tokenizer import load_tokenizer
 from ds4py.text.tokenizer.vocabulary import TokenType
 from tools import toy_llama
+from tools.gguf_writer import save_gguf
 from tools.run_make_toy_gguf import PRESETS, main
 from tools.toy_deepseek4 import (
     BACK,

@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.server.api.chat.request import read_chat
 from ds4py.server.api.completions.request import read_completion
 from ds4py.server.api.messages.request import read_messages
 from ds4py.server.api.responses.request import read_responses
 from tools.run_soak import DIALECTS, Footprint, Outcome, body, fault, refused_well, verdicts
 
-READERS: dict[str, Callable[[bytes, SamplingParams], Any]] = {
+READERS: dict[str, Callable[[bytes, ServerConfig], Any]] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_completion,
     "/v1/messages": read_messages,
@@ -46,7 +46,7 @@ def broken(seen: Outcome, after: Footprint | None = CALM) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_question_is_one_in_its_dialect(path: str, stream: bool) -> None:
     asked = body(path, stream=stream, chance=random.Random(1))
-    options = READERS[path](json.dumps(asked).encode(), SamplingParams()).options
+    options = READERS[path](json.dumps(asked).encode(), ServerConfig())
     assert (options.stream, options.max_tokens, options.sampling.temperature) == (stream, 12, 0)
     assert body(path, stream=stream, chance=random.Random(1)) == asked
     assert body(path, stream=stream, chance=random.Random(2)) != asked

@@ -18,10 +18,16 @@ from ds4py.errors import (
     RemoteProtocolError,
     TransportTimeoutError,
 )
-from ds4py.transport.connection import Connection
 from ds4py.wire.frames import encode_frame
 from tests.clusters import wait_until
-from tests.sockets import SOCKETS, Background, connected, read_exactly, read_to_end, tcp_pair
+from tests.sockets import (
+    Background,
+    connected,
+    frames_over,
+    read_exactly,
+    read_to_end,
+    tcp_pair,
+)
 
 LIMITS = {3: 1 << 20, 4: 1 << 24}
 
@@ -152,7 +158,7 @@ def test_a_peer_that_takes_nothing_ends_the_send_and_the_connection() -> None:
 def test_sending_to_a_peer_that_is_gone_closes_the_connection() -> None:
     with connected(LIMITS) as (connection, peer):
         abort(peer)
-        wait_until(lambda: _is_gone(connection._sock), "the reset arrived")
+        wait_until(lambda: _is_gone(connection.stream.sock), "the reset arrived")
         with pytest.raises(PeerClosedError, match="connection lost"):
             connection.send(encode_frame(3, b"x"))
         assert connection.closed
@@ -223,18 +229,18 @@ def test_the_descriptor_stays_open_while_a_thread_uses_it() -> None:
     with connected(LIMITS) as (connection, _):
         connection.receiving = connection._sending = True  # both have raised their flag already
         connection.close()
-        assert connection._sock.fileno() >= 0
+        assert connection.stream.sock.fileno() >= 0
         assert connection.receive() is None
-        assert connection._sock.fileno() >= 0
+        assert connection.stream.sock.fileno() >= 0
         with pytest.raises(PeerClosedError):
             connection.send([b"x"])
-        assert connection._sock.fileno() == -1
+        assert connection.stream.sock.fileno() == -1
 
 
 def test_a_descriptor_that_nobody_uses_is_given_back_by_close() -> None:
     with connected(LIMITS) as (connection, _):
         connection.close()
-        assert connection._sock.fileno() == -1
+        assert connection.stream.sock.fileno() == -1
 
 
 def test_close_from_many_threads_at_once_is_one_close() -> None:
@@ -256,7 +262,7 @@ def test_a_peer_that_left_before_we_looked_is_an_error_that_leaves_no_socket() -
         abort(theirs)
         wait_until(lambda: _is_gone(ours), "the reset arrived")
         with pytest.raises(ConnectError):
-            Connection(ours, SOCKETS, LIMITS)
+            frames_over(ours, LIMITS)
         assert ours.fileno() == -1
 
 

@@ -8,7 +8,7 @@ from tests.strategies import token_lists
 
 
 def definition(tokens, h=0x14650FB0739D0383):
-    """Spec section 4, word for word."""
+    """docs/spec/wire-protocol.md#prefix-hash, word for word."""
     for token in tokens:
         for byte in token.to_bytes(4, "little"):
             h = ((h ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF

@@ -1,4 +1,4 @@
-"""Routes: every sub-check of spec 5.3, in its order."""
+"""Routes: every sub-check of docs/spec/wire-protocol.md#route-checks, in its order."""
 
 import struct
 

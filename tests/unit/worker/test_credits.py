@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ds4py.worker.credits import Credits
+from ds4py.stage.mailbox import Credits
 from tests.sockets import Background
 
 

@@ -43,7 +43,7 @@ def tell(d: Driver, head: Sequence[int], *, source: int = SOURCE, target: int = 
 
 
 def held(worker: Worker, session: int) -> list[int] | None:
-    cached = worker._stage.session_table.get(SessionId(session))
+    cached = worker.stage.sessions.get(SessionId(session))
     return None if cached is None else cached.tokens
 
 
@@ -127,7 +127,7 @@ def test_orphans_give_way_but_never_the_original(limit) -> None:
         with driver(worker.address, WHOLE) as gone:
             gone.check([], PROMPT, session=THIRD)
             gone.check([], PROMPT, session=SOURCE)
-        wait_until(lambda: not worker._stage.session_table.get(SOURCE).owners, "they are orphans")
+        wait_until(lambda: not worker.stage.sessions.get(SOURCE).owners, "they are orphans")
         tell(d, PROMPT)
         d.check(PROMPT[:7], [50], session=TARGET)
         assert runner.forked == [len(PROMPT)]
@@ -146,7 +146,7 @@ def test_without_room_for_a_copy_the_original_goes_on() -> None:
         assert "KV cache: session slots" in d.refused(PROMPT, [50], session=TARGET)
         d.check(PROMPT, [3], session=SOURCE)
         assert runner.forked == []
-        assert len(worker._stage.session_table) == 1
+        assert len(worker.stage.sessions) == 1
 
 
 def test_a_copy_belongs_to_the_connection_that_asked_for_it() -> None:
@@ -157,7 +157,7 @@ def test_a_copy_belongs_to_the_connection_that_asked_for_it() -> None:
             tell(other, PROMPT[:4])
             wait_until(lambda: held(worker, TARGET) == PROMPT[:4], "it is copied")
             assert "session slots" in d.refused([], [1], session=THIRD)
-        wait_until(lambda: not worker._stage.session_table.get(TARGET).owners, "nobody owns it")
+        wait_until(lambda: not worker.stage.sessions.get(TARGET).owners, "nobody owns it")
         d.check([], [1], session=THIRD)
         assert held(worker, TARGET) is None
 
@@ -174,7 +174,7 @@ def test_a_copy_for_a_connection_that_has_ended_meanwhile_belongs_to_nobody() ->
         d.check([], PROMPT, session=SOURCE)
         d.ask([], [1], session=THIRD)
         assert entered.wait(DEADLINE)
-        device = worker._stage.device
+        device = worker.stage.device
         with driver(worker.address, WHOLE) as other:
             greet(other.connection)
             tell(other, PROMPT[:4])
@@ -184,5 +184,5 @@ def test_a_copy_for_a_connection_that_has_ended_meanwhile_belongs_to_nobody() ->
         assert d.answer().status == 0
         wait_until(lambda: held(worker, TARGET) == PROMPT[:4], "it is copied")
         d.check(PROMPT, [3], session=SOURCE)  # behind the copy on the device
-        assert worker._stage.session_table.get(SessionId(TARGET)).owners == set()
+        assert worker.stage.sessions.get(SessionId(TARGET)).owners == set()
         assert runner.forked == [4]

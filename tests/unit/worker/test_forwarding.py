@@ -1,8 +1,7 @@
-"""A worker between a hand-driven driver and hand-driven next hops: spec 5, checklist 53 to 61."""
+"""A worker between hand-driven neighbours: wire-protocol.md#routes, #checklist 53 to 61."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ import pytest
 from ds4py.activations import HiddenBatch
 from ds4py.config import Address, WorkerTuning
 from ds4py.errors import ConnectError
-from ds4py.transport.sockets import connect, listen, local_address
+from ds4py.transport.connector import Connector
+from ds4py.transport.sockets import listen, local_address
 from ds4py.wire.frames import FrameType, encode_frame
 from ds4py.wire.messages import Telemetry, WorkFlags, encode, error_result
 from ds4py.wire.route import HopEntry
@@ -153,7 +153,7 @@ def test_no_more_requests_are_outstanding_than_the_window_allows(window) -> None
             d.ask([0] * 2 * k, [0, 0])
         connection = hop.accept()
         works = [take_work(connection) for _ in range(window)]
-        runner = d.worker._stage.device.runner  # type: ignore[attr-defined]
+        runner = d.worker.stage.device.runner  # type: ignore[attr-defined]
         wait_until(lambda: len(runner.evaluated) == n, "the device went on meanwhile")
         with pytest.raises(Exception, match="sent nothing"):
             connection.receive(timeout=0.05)
@@ -172,7 +172,7 @@ def test_a_next_hop_that_stalls_stops_neither_the_device_nor_other_drivers() -> 
             for k in range(8):
                 d.ask([0] * 2 * k, [0, 0])
             stalled.accept()
-            runner = d.worker._stage.device.runner  # type: ignore[attr-defined]
+            runner = d.worker.stage.device.runner  # type: ignore[attr-defined]
             wait_until(lambda: len(runner.evaluated) == 3, "window and queue are full")
             address = d.worker.address  # type: ignore[attr-defined]
             with driver(address, entry(FIRST), entry(LAST, lively.address)) as other:
@@ -222,7 +222,7 @@ def _connected(d: Driver) -> bool:
 
 
 def test_an_unreachable_next_hop_is_an_error_and_upstream_lives(monkeypatch) -> None:
-    monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=2))
+    monkeypatch.setattr(worker_module, "NEXT_HOP_ROUNDS", 2)
     free = listen(Address("127.0.0.1", 0))
     address = local_address(free)
     free.close()
@@ -244,8 +244,8 @@ def test_a_dial_that_fails_in_a_way_that_nobody_foresaw_is_an_error_too(monkeypa
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(worker_module, "connect", broken)
     with middle(Address("127.0.0.1", 9)) as d:
+        monkeypatch.setattr(Connector, "connect", broken)
         assert "internal error" in d.refused([], [5])
 
 
@@ -300,7 +300,7 @@ def test_an_orderly_end_upstream_waits_for_forwarded_spans() -> None:
         d.ask([], [5])
         connection = hop.accept()
         work = take_work(connection)
-        d.connection._sock.shutdown(1)  # we say no more, but listen
+        d.connection.stream.sock.shutdown(1)  # we say no more, but listen
         connection.send(encode(logits_for(work)))
         assert d.answer().status == 0
         assert Background(d.connection.receive).result() is None
@@ -351,7 +351,7 @@ def test_closing_answers_what_waits_for_a_connection() -> None:
 
 
 def test_a_driver_that_names_ever_new_hops_keeps_few_forwarders(monkeypatch) -> None:
-    monkeypatch.setattr(worker_module, "connect", functools.partial(connect, rounds=1))
+    monkeypatch.setattr(worker_module, "NEXT_HOP_ROUNDS", 1)
     with middle(Address("127.0.0.1", 9)) as d:
         for n in range(_MAX_NEXT_HOPS + 5):
             d.hops = (d.hops[0], HopEntry(f"127.0.0.{n + 1}", 9, 3, 5, has_output=True))

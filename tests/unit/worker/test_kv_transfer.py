@@ -1,4 +1,4 @@
-"""A live worker saves and loads sessions for a hand-driven peer (spec 2.5 to 2.8, 87 to 92)."""
+"""A live worker saves and loads for a hand-driven peer (wire-protocol.md#checklist 87 to 92)."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_a_stream_that_ends_in_the_middle_changes_nothing(n_bytes) -> None:
         with driver(worker.address) as loader:
             loader.connection.send(encode(load_begin(PROMPT, payload)))
             loader.connection.send(encode(chunk(payload[:n_bytes])))
-        wait_until(lambda: len(worker._served) == 1, "the other connection ended")
+        wait_until(lambda: worker.n_callers == 1, "the other connection ended")
         d.check(OTHER, [7])
 
 
@@ -368,7 +368,7 @@ def test_a_load_may_push_out_a_session_that_nobody_holds_but_no_other() -> None:
             holder.check([], OTHER)
             assert "slots" in push(d.connection, begin, payload).text
             holder.check(OTHER, [7])
-        wait_until(lambda: len(worker._served) == 1, "the holder ended")
+        wait_until(lambda: worker.n_callers == 1, "the holder ended")
         assert not push(d.connection, begin, payload).status
         d.check(PROMPT, [7], session=2)
 
@@ -390,7 +390,7 @@ def test_a_transfer_whose_connection_was_closed_meanwhile_changes_nothing() -> N
             loader.connection.send(encode(load_begin(PROMPT, payload)))
             loader.connection.send(encode(chunk(payload)))
             (upstream,) = (u for u in worker._upstreams if serves(u, loader))
-            wait_until(lambda: len(worker._stage.device._queue) == 1, "the load waits")
+            wait_until(lambda: len(worker.stage.device._queue) == 1, "the load waits")
             upstream.close()
             go_on.set()
             assert other.answer().status == 0
@@ -411,7 +411,7 @@ def test_a_peer_that_sends_too_slowly_is_closed(monkeypatch) -> None:
 
         with pytest.raises(PeerClosedError):
             Background(drip).result()
-        wait_until(lambda: len(worker._served) == 1, "the slow connection ended")
+        wait_until(lambda: worker.n_callers == 1, "the slow connection ended")
         d.check(OTHER, [7])
 
 
@@ -425,7 +425,7 @@ def test_a_peer_that_takes_too_slowly_is_closed(monkeypatch) -> None:
             patched.setattr(shard_transfer, "GRACE_SECONDS", 0.2)
             patched.setattr(shard_transfer, "_SLOWEST", 1 << 30)
             saver.connection.send(encode(save_request(tokens, layers)))
-            wait_until(lambda: len(worker._served) == 1, "the slow connection ended")
+            wait_until(lambda: worker.n_callers == 1, "the slow connection ended")
         assert pull(d.connection, save_request(tokens, layers))[1] == parts
 
 
@@ -447,7 +447,7 @@ def test_few_shards_are_in_memory_at_once(monkeypatch) -> None:
     """Anyone who comes when all permits are taken waits; the permits come back."""
     payload = payload_of(PROMPT)
     with serving() as (worker, d):
-        permits = worker._stage.transfers
+        permits = worker._context.transfers
         while permits.acquire(blocking=False):
             pass
         d.connection.send(encode(load_begin(PROMPT, payload)))

@@ -138,7 +138,7 @@ def test_connections_are_bounded_and_one_that_ends_makes_room(monkeypatch) -> No
                 second.check([], PROMPT)
                 with driver(w.address, at_work) as third:
                     assert Background(third.connection.receive).result() is None
-            wait_until(lambda: len(w._served) == 1, "the second one has ended")
+            wait_until(lambda: w.n_callers == 1, "the second one has ended")
             with driver(w.address, at_work) as fourth:
                 fourth.check([], PROMPT)
 
@@ -149,7 +149,7 @@ def test_an_error_frame_ends_the_connection_and_is_logged_once(caplog) -> None:
             with driver(w.address, entry(span("0-5"))) as d:
                 d.connection.send(encode(ErrorText.of("no room for you")))
                 assert Background(d.connection.receive).result() is None
-        wait_until(lambda: not w._served, "the connections ended")
+        wait_until(lambda: w.n_callers == 0, "the connections ended")
     assert caplog.text.count("no room for you") == 1
 
 
@@ -268,7 +268,7 @@ def test_an_orderly_end_finishes_what_was_read() -> None:
     with driven(before=gate) as (_, d):
         for n in range(3):
             d.ask([0] * n, [0])
-        d.connection._sock.shutdown(1)  # we say no more, but listen
+        d.connection.stream.sock.shutdown(1)  # we say no more, but listen
         gate.open.set()
         assert [d.answer().status for _ in range(3)] == [0, 0, 0]
         assert Background(d.connection.receive).result() is None
@@ -281,13 +281,13 @@ def test_a_protocol_error_drops_what_waits() -> None:
             for n in range(3):
                 d.ask([0] * n, [0])
             assert gate.entered.wait(20)
-            d.connection._sock.sendall(b"nonsense here")
+            d.connection.send([b"nonsense here"])
             wait_until(lambda: not w._upstreams, "the connection ended")
             gate.open.set()
             assert Background(lambda: _end(d.connection)).result()
         with driver(w.address, entry(span("0-5"))) as d:
             d.check([], [1])
-        runner = w._stage.device.runner
+        runner = w.stage.device.runner
         assert runner.evaluated == [(0, 1), (0, 1)]  # the one on the device, and the new one
 
 
@@ -326,7 +326,7 @@ def test_the_decode_batch_holds_a_session_once() -> None:
         *drivers, blocker = [stack.enter_context(driver(w.address, hop)) for _ in range(4)]
         for n, d in enumerate(drivers):
             d.check([], [1, 2], session=n + 1)
-        device = w._stage.device
+        device = w.stage.device
         del device.runner.batches[:]
         blocker.ask([], [0], session=9)
         assert gate.entered.wait(20)
@@ -346,7 +346,7 @@ def test_every_call_of_the_runner_happens_on_one_thread() -> None:
             d.check([], [1])
         with driver(w.address, entry(span("0-5"))) as d:
             d.check([1], [2])
-        assert w._stage.device.runner.threads == {w._stage.device._thread.ident}
+        assert w.stage.device.runner.threads == {w.stage.device._thread.ident}
 
 
 def test_closing_a_worker_ends_its_connections_threads_and_runner() -> None:
@@ -359,20 +359,20 @@ def test_closing_a_worker_ends_its_connections_threads_and_runner() -> None:
         closing = Background(w.close)
         gate.open.set()
         closing.result()
-        assert w._stage.device.runner.closed
+        assert w.stage.device.runner.closed
         assert _end(d.connection)
     ours = [t.name for t in threading.enumerate() if t not in before]
     assert not [name for name in ours if not name.startswith("Thread-")]  # those of the test
 
 
 def test_a_closed_device_refuses_at_once() -> None:
-    from ds4py.stage.executor import DeviceThread
+    from ds4py.stage.executor import DeviceThread, wait_for
 
     device = DeviceThread(FakeRunner(span("0-5")))
     device.close()
     device.close()
     with pytest.raises(ClusterError, match="shutting down"):
-        device.call(lambda runner: None, timeout=1)
+        wait_for(device.ask(lambda runner: None), 1)
 
 
 def test_a_hello_on_a_data_port_is_unexpected(caplog) -> None:

@@ -1,26 +1,35 @@
-"""Bodies of `/v1/chat/completions` (docs/spec/server-and-cli.md 1.4, 1.8).
+"""Bodies of `/v1/chat/completions` (docs/spec/server-and-cli.md#request-fields, #prompts).
 
 Owns: their members. Refuses to know: tokens, templates, replies. Invariant: as in `api.json_body`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import (
+from ds4py.server.api.json_body import (
     MAX_MESSAGES,
-    ChatMessage,
-    PastCall,
     content_text,
+    count,
+    decode,
+    is_absent,
+    last_given,
+    source,
     tool_texts,
+    wrong,
 )
-from ds4py.server.api.json_body import count, decode, is_absent, last_given, source, wrong
-from ds4py.server.api.options import OpenAi, Options, openai_options
+from ds4py.server.api.options import OpenAi, openai_request
+from ds4py.server.requests.request import (
+    ChatMessage,
+    Conversation,
+    GenerationRequest,
+    PastCall,
+    Toolbox,
+)
 
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -51,30 +60,12 @@ class _ChatBody(OpenAi):
     default_system: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A checked body.
-
-    Args:
-        messages: At least one.
-        options: What it says about its answer.
-        tools: Those that the model may call: the client's own JSON texts of objects.
-        default_system: Begin with the model's own system text if no message has one, an addition
-            of ds4py.
-    """
-
-    messages: tuple[ChatMessage, ...]
-    options: Options
-    tools: tuple[str, ...] = ()
-    default_system: bool = False
-
-
-def read_chat(body: bytes, defaults: SamplingParams) -> ChatRequest:
+def read_chat(body: bytes, config: ServerConfig) -> GenerationRequest:
     """Check a body.
 
     Args:
         body: The bytes that came.
-        defaults: Sampling of requests that name no value.
+        config: What holds for requests that name no value.
 
     Raises:
         RequestError: Status 400; the sentence says what was found and what was expected.
@@ -92,9 +83,12 @@ def read_chat(body: bytes, defaults: SamplingParams) -> ChatRequest:
     name, value = last_given(
         body, max_tokens=parsed.max_tokens, max_completion_tokens=parsed.max_completion_tokens
     )
-    options = openai_options(parsed, body, count(name, value), defaults)
-    tools = () if parsed.tool_choice == "none" else tool_texts(parsed.tools)
-    return ChatRequest(turns, options, tools, bool(parsed.default_system))
+
+    def conversation() -> Conversation:
+        tools = () if parsed.tool_choice == "none" else tool_texts(parsed.tools)
+        return Conversation(turns, Toolbox(tools), default_system=bool(parsed.default_system))
+
+    return openai_request(parsed, body, count(name, value), config, conversation)
 
 
 def _message(message: _ChatMessage) -> ChatMessage | None:

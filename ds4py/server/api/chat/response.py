@@ -1,4 +1,4 @@
-"""Replies of `/v1/chat/completions` (docs/spec/server-and-cli.md 1.10 to 1.12).
+"""Replies of `/v1/chat/completions` (server-and-cli.md#usage, #chat-completions, #completions).
 
 Owns: the JSON of whole replies and of chunks. Refuses to know: sockets, where the numbers came
 from. Invariant: as in `api.reply`.
@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ds4py.server.api.openai_reply import NOTHING, OpenAiReply, costs_of, token_ids_of
-from ds4py.server.api.reply import DONE, Json, cause, data
+from ds4py.server.api.reply import (
+    DONE,
+    NOTHING,
+    Json,
+    OpenAiReply,
+    cause,
+    costs_of,
+    data,
+    token_ids_of,
+)
 from ds4py.server.requests.events import (
     Answer,
     Call,
@@ -23,6 +31,19 @@ from ds4py.server.requests.events import (
     TextPiece,
     Written,
 )
+from ds4py.server.requests.request import GenerationRequest
+
+
+def chat_response(
+    request: GenerationRequest, *, number: int, created: int, model: str
+) -> ChatReply:
+    """See `NewResponse`."""
+    return ChatReply(
+        id=f"chatcmpl-{number}",
+        created=created,
+        model=model,
+        include_usage=request.include_usage,
+    )
 
 
 class ChatReply(OpenAiReply):

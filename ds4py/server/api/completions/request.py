@@ -1,17 +1,17 @@
-"""Bodies of `/v1/completions` (docs/spec/server-and-cli.md 1.4, 1.8.7).
+"""Bodies of `/v1/completions` (docs/spec/server-and-cli.md#request-fields, #prompts item 7).
 
 Owns: their members. Refuses to know: tokens, templates, replies. Invariant: as in `api.json_body`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.errors import RequestError
 from ds4py.server.api.json_body import count, decode, wrong
-from ds4py.server.api.options import OpenAi, Options, openai_options
+from ds4py.server.api.options import OpenAi, openai_request
+from ds4py.server.requests.request import CompletionPrompt, GenerationRequest
 
 
 class _CompletionBody(OpenAi):
@@ -19,37 +19,24 @@ class _CompletionBody(OpenAi):
     raw: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A checked body.
-
-    Args:
-        prompt: Text, or token ids not yet in range.
-        options: What it says about its answer.
-        raw: The text is a whole prompt as the model reads it, an addition of ds4py.
-    """
-
-    prompt: str | tuple[int, ...]
-    options: Options
-    raw: bool = False
-
-
-def read_completion(body: bytes, defaults: SamplingParams) -> CompletionRequest:
+def read_completion(body: bytes, config: ServerConfig) -> GenerationRequest:
     """Check a body.
 
     Args:
         body: The bytes that came.
-        defaults: Sampling of requests that name no value.
+        config: What holds for requests that name no value.
 
     Raises:
         RequestError: Status 400; the sentence says what was found and what was expected.
     """
     parsed = decode(body, _CompletionBody)
-    if parsed.prompt is None:
+    given = parsed.prompt
+    if given is None:
         raise RequestError("missing prompt", param="prompt")
     budget = count("max_tokens", parsed.max_tokens)
-    options = openai_options(parsed, body, budget, defaults)
-    return CompletionRequest(_prompt(parsed.prompt), options, bool(parsed.raw))
+    return openai_request(
+        parsed, body, budget, config, lambda: CompletionPrompt(_prompt(given), bool(parsed.raw))
+    )
 
 
 def _prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:

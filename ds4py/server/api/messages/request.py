@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` (docs/spec/server-and-cli.md 1.4, 1.8, 3.2).
+"""Bodies of `/v1/messages` (server-and-cli.md#request-fields, #prompts, #thinking-controls).
 
 Owns: their members. Refuses to know: tokens, templates, replies. Invariant: as in `api.json_body`.
 """
@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import (
+from ds4py.server.api.json_body import (
     MAX_MESSAGES,
-    ChatMessage,
-    PastCall,
+    Number,
     content_text,
+    count,
+    decode,
+    is_absent,
+    source,
     tool_texts,
+    wrong,
 )
-from ds4py.server.api.json_body import Number, count, decode, is_absent, source, wrong
 from ds4py.server.api.options import (
-    Options,
-    OutputFormat,
     ResponseFormat,
     Sampled,
     Thinking,
@@ -34,6 +34,15 @@ from ds4py.server.api.options import (
     sampling_of,
     stop_texts,
     thinking_word,
+)
+from ds4py.server.history.pending_tools import PendingTools
+from ds4py.server.requests.request import (
+    ChatMessage,
+    Conversation,
+    GenerationRequest,
+    OutputFormat,
+    PastCall,
+    Toolbox,
 )
 from ds4py.text.raw_json import members
 
@@ -85,29 +94,15 @@ class _Body(Sampled):
     output_format: ResponseFormat | None = None  # an earlier place of the same
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesRequest:
-    """A checked body.
-
-    Args:
-        messages: At least one, system texts first.
-        options: What it says about its answer.
-        tools: Those that the model may call: the client's own JSON texts of objects.
-        names_tools: The body says something about tools, if only that there are none.
-    """
-
-    messages: tuple[ChatMessage, ...]
-    options: Options
-    tools: tuple[str, ...]
-    names_tools: bool
-
-
-def read_messages(body: bytes, defaults: SamplingParams) -> MessagesRequest:
+def read_messages(
+    body: bytes, config: ServerConfig, pending: PendingTools | None = None
+) -> GenerationRequest:
     """Check a body.
 
     Args:
         body: The bytes that came.
-        defaults: Sampling of requests that name no value.
+        config: What holds for requests that name no value.
+        pending: Conversations that results of tools may go on with; None: they bring their own.
 
     Raises:
         RequestError: Status 400; the sentence says what was found and what was expected.
@@ -122,17 +117,69 @@ def read_messages(body: bytes, defaults: SamplingParams) -> MessagesRequest:
         raise wrong("messages", "none with a known role", f"one of {', '.join(sorted(_ROLES))}")
     choice = parsed.tool_choice
     refuses = (choice if isinstance(choice, str) else choice and choice.type) == "none"
-    tools = () if refuses else _tools(parsed.tools)
-    return MessagesRequest(
-        (*_system(parsed.system), *turns),
-        replace(_options(parsed, defaults), form=None if tools else _form(parsed)),
-        tools,
-        names_tools=refuses or parsed.tools is not None,
+    tools = Toolbox(() if refuses else _tools(parsed.tools))
+    messages = (*_system(parsed.system), *turns)
+    think = _think(parsed)
+    return GenerationRequest(
+        model=model_name(parsed.model),
+        max_tokens=_budget(parsed, config),
+        sampling=sampling_of(
+            config.sampling,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+        ),
+        stop=stop_texts("stop_sequences", parsed.stop_sequences),
+        stream=bool(parsed.stream),
+        think=think or config.think,
+        # beside tools nothing can be enforced
+        output_format=None if tools.sources else _output_format(parsed),
+        call_id_prefix="toolu_",
+        prompt=_conversation(
+            messages, tools, names_tools=refuses or parsed.tools is not None, pending=pending
+        ),
     )
 
 
-def _form(parsed: _Body) -> OutputFormat | None:
-    """Return what an answer must look like; beside tools nothing can be enforced."""
+def _conversation(
+    messages: tuple[ChatMessage, ...],
+    tools: Toolbox,
+    *,
+    names_tools: bool,
+    pending: PendingTools | None,
+) -> Conversation:
+    """Return the whole conversation, of which a client may send the results of tools alone.
+
+    Args:
+        messages: Those of the body.
+        tools: The same.
+        names_tools: The body says something about tools, if only that there are none; else those of
+            the conversation before stay on offer.
+        pending: See `read_messages`.
+    """
+    kept = None
+    if pending is not None:
+        kept = pending.resumed(messages, id_name="tool_use_id", history="messages history")
+    if kept is None:
+        return Conversation(messages, tools)
+    return Conversation(kept.messages, tools if names_tools else Toolbox(kept.tools.sources))
+
+
+def _budget(parsed: _Body, config: ServerConfig) -> int:
+    budget = count("max_tokens", parsed.max_tokens)
+    return config.max_tokens if budget is None else budget
+
+
+def _think(parsed: _Body) -> str | None:
+    thinking, output = parsed.thinking, parsed.output_config
+    on = thinking.type != "disabled" if isinstance(thinking, Thinking) else thinking
+    effort = effort_word("output_config.effort", output.effort if output else None)
+    if effort is None:
+        effort = effort_word("reasoning_effort", parsed.reasoning_effort)
+    return thinking_word(parsed.model, effort, on=on)
+
+
+def _output_format(parsed: _Body) -> OutputFormat | None:
     config = parsed.output_config
     asked = config.format if config and config.format else parsed.output_format
     return output_format_of(asked, "output_config.format")
@@ -148,27 +195,6 @@ def _tools(tools: Sequence[msgspec.Raw] | None) -> tuple[str, ...]:
         else:
             own.append(text)
     return tuple(own)
-
-
-def _options(parsed: _Body, defaults: SamplingParams) -> Options:
-    thinking, config = parsed.thinking, parsed.output_config
-    on = thinking.type != "disabled" if isinstance(thinking, Thinking) else thinking
-    effort = effort_word("output_config.effort", config.effort if config else None)
-    if effort is None:
-        effort = effort_word("reasoning_effort", parsed.reasoning_effort)
-    return Options(
-        model=model_name(parsed.model),
-        max_tokens=count("max_tokens", parsed.max_tokens),
-        sampling=sampling_of(
-            defaults,
-            temperature=parsed.temperature,
-            top_p=parsed.top_p,
-            top_k=parsed.top_k,
-        ),
-        stop=stop_texts("stop_sequences", parsed.stop_sequences),
-        stream=bool(parsed.stream),
-        think=thinking_word(parsed.model, effort, on=on),
-    )
 
 
 def _system(system: Any) -> Iterator[ChatMessage]:

@@ -1,4 +1,4 @@
-"""Replies of `/v1/messages` (docs/spec/server-and-cli.md 1.10, 1.14).
+"""Replies of `/v1/messages` (docs/spec/server-and-cli.md#usage, #messages).
 
 Owns: the JSON of whole replies and of events, the order and numbers of blocks. Refuses to know:
 sockets, where the numbers came from. Invariant: blocks never overlap, their numbers go up by one,
@@ -26,10 +26,19 @@ from ds4py.server.requests.events import (
     TextPiece,
     Written,
 )
+from ds4py.server.requests.request import GenerationRequest
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 Block = Literal["thinking", "text", "tool_use"]
+
+
+def messages_response(
+    request: GenerationRequest, *, number: int, created: int, model: str
+) -> MessagesReply:
+    """See `NewResponse`; such replies do not tell their time."""
+    del request, created
+    return MessagesReply(id=f"msg_{number:024d}", model=model)
 
 
 class MessagesReply:
@@ -40,7 +49,7 @@ class MessagesReply:
         model: Name to echo.
     """
 
-    def __init__(self, *, id: str, model: str) -> None:  # noqa: A002 - the dialect's word
+    def __init__(self, *, id: str, model: str) -> None:  # noqa: A002 - the API's word
         self._id = id
         self._model = model
         self._n_blocks = 0

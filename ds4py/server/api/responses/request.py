@@ -1,24 +1,31 @@
-"""Bodies of `/v1/responses` (docs/spec/server-and-cli.md 1.4, 1.13).
+"""Bodies of `/v1/responses` (docs/spec/server-and-cli.md#request-fields, #responses).
 
 Owns: their members and items. Refuses to know: tokens, templates, replies, kinds of tools
-(`tools`). Invariant: as in `api.json_body`; unlike other dialects, contents are strict: what is
+(`tools`). Invariant: as in `api.json_body`; unlike in other APIs, contents are strict: what is
 no text is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import MAX_MESSAGES, ChatMessage, PastCall
-from ds4py.server.api.json_body import Number, count, decode, is_absent, last_given, source, wrong
+from ds4py.server.api.json_body import (
+    MAX_MESSAGES,
+    Number,
+    count,
+    decode,
+    is_absent,
+    last_given,
+    source,
+    wrong,
+)
 from ds4py.server.api.options import (
-    Options,
     ResponseFormat,
     Sampled,
     effort_word,
@@ -27,7 +34,9 @@ from ds4py.server.api.options import (
     sampling_of,
     thinking_word,
 )
-from ds4py.server.api.responses.tools import Toolbox, full_name, read_tools
+from ds4py.server.api.responses.tools import full_name, read_tools
+from ds4py.server.history.pending_tools import PendingTools
+from ds4py.server.requests.request import ChatMessage, Conversation, GenerationRequest, PastCall
 
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 _SUMMARIES: Final = frozenset({"auto", "concise", "detailed"})
@@ -88,31 +97,15 @@ class _Body(Sampled):
     conversation: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsesRequest:
-    """A checked body.
-
-    Args:
-        messages: At least one.
-        options: What it says about its answer.
-        toolbox: Those that the model may call.
-        summary: The client wants to see the reasoning.
-        names_tools: The body says something about tools, if only that there are none.
-    """
-
-    messages: tuple[ChatMessage, ...]
-    options: Options
-    toolbox: Toolbox
-    summary: bool
-    names_tools: bool
-
-
-def read_responses(body: bytes, defaults: SamplingParams) -> ResponsesRequest:
+def read_responses(
+    body: bytes, config: ServerConfig, pending: PendingTools | None = None
+) -> GenerationRequest:
     """Check a body.
 
     Args:
         body: The bytes that came.
-        defaults: Sampling of requests that name no value.
+        config: What holds for requests that name no value.
+        pending: Conversations that results of tools may go on with; None: they bring their own.
 
     Raises:
         RequestError: Status 400; the sentence says what was found and what was expected.
@@ -124,18 +117,53 @@ def read_responses(body: bytes, defaults: SamplingParams) -> ResponsesRequest:
     items = [_Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
     if not items or len(items) > MAX_MESSAGES:
         raise wrong("input", f"{len(items)} items", f"1 to {MAX_MESSAGES}")
-    choice = _tool_choice(parsed.tool_choice)
+    _check_tool_choice(parsed.tool_choice)
+    system = [ChatMessage("system", parsed.instructions)] if parsed.instructions else []
+    messages = (*system, *_turns(items))
+    name, budget = last_given(
+        body, max_tokens=parsed.max_tokens, max_output_tokens=parsed.max_output_tokens
+    )
+    effort = parsed.reasoning.effort if parsed.reasoning else None
+    word = effort_word("reasoning.effort", effort)
+    model, max_tokens = model_name(parsed.model), count(name, budget)
+    return GenerationRequest(
+        model=model,
+        max_tokens=config.max_tokens if max_tokens is None else max_tokens,
+        sampling=sampling_of(config.sampling, temperature=parsed.temperature, top_p=parsed.top_p),
+        stream=bool(parsed.stream),
+        think=word or thinking_word(parsed.model, None, on=None) or config.think,
+        output_format=output_format_of(parsed.text.format if parsed.text else None, "text.format"),
+        show_reasoning=bool(parsed.reasoning and parsed.reasoning.summary in _SUMMARIES),
+        prompt=_conversation(parsed, items, messages, pending),
+    )
+
+
+def _conversation(
+    parsed: _Body,
+    items: Sequence[_Item],
+    messages: tuple[ChatMessage, ...],
+    pending: PendingTools | None,
+) -> Conversation:
+    """Return the whole conversation, of which a client may send the results of tools alone.
+
+    Args:
+        parsed: The body, with the tools that it offers.
+        items: Its input, which may have found further tools.
+        messages: The same as messages.
+        pending: See `read_responses`.
+    """
     searches = (item for item in items if item.type == "tool_search_output")
     found = [tool for item in searches for tool in item.tools or ()]
-    offered = [] if choice == "none" else [*(parsed.tools or ()), *found]
-    system = [ChatMessage("system", parsed.instructions)] if parsed.instructions else []
-    return ResponsesRequest(
-        (*system, *_turns(items)),
-        _options(parsed, body, defaults),
-        read_tools(offered),
-        summary=bool(parsed.reasoning and parsed.reasoning.summary in _SUMMARIES),
-        names_tools=choice == "none" or parsed.tools is not None,
-    )
+    refuses = parsed.tool_choice == "none"
+    tools = read_tools([] if refuses else [*(parsed.tools or ()), *found])
+    kept = None
+    if pending is not None:
+        kept = pending.resumed(messages, id_name="call_id", history="input history")
+    if kept is None:
+        return Conversation(messages, tools, member="input")
+    if not (refuses or parsed.tools is not None):  # those of the conversation before stay on offer
+        tools = read_tools([msgspec.Raw(text.encode()) for text in kept.tools.sources])
+    return Conversation(kept.messages, tools, member="input")
 
 
 def _check_stateless(parsed: _Body) -> None:
@@ -148,30 +176,14 @@ def _check_stateless(parsed: _Body) -> None:
             )
 
 
-def _tool_choice(choice: Any) -> str:
+def _check_tool_choice(choice: Any) -> None:
     if choice is None or choice in ("none", "auto"):
-        return choice or "auto"
+        return
     if isinstance(choice, str):
         raise RequestError(
             f"tool_choice={ascii(choice)[1:-1]:.40} not supported", param="tool_choice"
         )
     raise RequestError("forced tool_choice not supported", param="tool_choice")
-
-
-def _options(parsed: _Body, body: bytes, defaults: SamplingParams) -> Options:
-    name, budget = last_given(
-        body, max_tokens=parsed.max_tokens, max_output_tokens=parsed.max_output_tokens
-    )
-    effort = parsed.reasoning.effort if parsed.reasoning else None
-    word = effort_word("reasoning.effort", effort)
-    return Options(
-        model=model_name(parsed.model),
-        max_tokens=count(name, budget),
-        sampling=sampling_of(defaults, temperature=parsed.temperature, top_p=parsed.top_p),
-        stream=bool(parsed.stream),
-        think=word or thinking_word(parsed.model, None, on=None),
-        form=output_format_of(parsed.text.format if parsed.text else None, "text.format"),
-    )
 
 
 def _turns(items: Sequence[_Item]) -> Iterator[ChatMessage]:

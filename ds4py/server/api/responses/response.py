@@ -1,4 +1,4 @@
-"""Replies of `/v1/responses` (docs/spec/server-and-cli.md 1.10, 1.13).
+"""Replies of `/v1/responses` (docs/spec/server-and-cli.md#usage, #responses).
 
 Owns: the JSON of whole replies and of events, items with their numbers and ids. Refuses to know:
 sockets, where the numbers came from. Invariant: items never overlap; each that was added is done,
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import msgspec
 
 from ds4py.server.api.reply import Json, comment, data, named, timings_of
-from ds4py.server.api.responses.tools import Named, Toolbox
 from ds4py.server.errors import Problem
 from ds4py.server.requests.events import (
     Answer,
@@ -27,8 +26,21 @@ from ds4py.server.requests.events import (
     TextPiece,
     Written,
 )
+from ds4py.server.requests.request import Conversation, GenerationRequest, Toolbox, ToolName
 
 _STATUS = {"stop": "completed", "tool_calls": "completed", "length": "incomplete"}
+
+
+def responses_response(
+    request: GenerationRequest, *, number: int, created: int, model: str
+) -> ResponsesReply:
+    """See `NewResponse`; such replies have random ids."""
+    del number
+    prompt = request.prompt
+    tools = prompt.tools if isinstance(prompt, Conversation) else Toolbox()
+    return ResponsesReply(
+        created=created, model=model, toolbox=tools, summary=request.show_reasoning
+    )
 
 
 class ResponsesReply:
@@ -273,7 +285,7 @@ class _Call(_Item):
 
     prefix = "fc"
 
-    def __init__(self, tool: Named, call_id: str) -> None:
+    def __init__(self, tool: ToolName, call_id: str) -> None:
         super().__init__()
         self.tool = tool
         self.call_id = call_id
@@ -336,7 +348,7 @@ class _SearchCall(_Call):
         return head | {"execution": "client", "arguments": _members(self.text)}
 
 
-def _call_item(tool: Named, call_id: str) -> _Call:
+def _call_item(tool: ToolName, call_id: str) -> _Call:
     kinds = {"function": _FunctionCall, "custom": _CustomCall, "tool_search": _SearchCall}
     return kinds[tool.kind](tool, call_id)
 

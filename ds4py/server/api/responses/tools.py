@@ -1,25 +1,23 @@
 """Kinds of tools that `/v1/responses` knows, as functions that any model can call.
 
 Owns: how each kind is offered to the model, and what its calls look like to the client
-(docs/spec/server-and-cli.md 1.13, 2.1). Refuses to know: items, templates. Invariant: a plain
-function is offered in the client's own words.
+(docs/spec/server-and-cli.md#responses, #tools-to-prompt). Refuses to know: items, templates.
+Invariant: a plain function is offered in the client's own words.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
-from ds4py.server.api.chat_messages import tool_texts
-from ds4py.server.api.json_body import is_absent, wrong
+from ds4py.server.api.json_body import is_absent, tool_texts, wrong
+from ds4py.server.requests.request import Toolbox, ToolName
 
 _log = logging.getLogger(__name__)
 
-ToolKind = Literal["function", "custom", "tool_search"]
 TOOL_SEARCH: Final = "tool_search"
 _ANY_OBJECT: Final = msgspec.Raw(b'{"type":"object","properties":{}}')
 _ONE_TEXT: Final = msgspec.Raw(
@@ -35,34 +33,6 @@ class _Tool(msgspec.Struct):
     tools: list[msgspec.Raw] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """What a client calls a tool that the model knows by its full name."""
-
-    kind: ToolKind
-    name: str
-    namespace: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Toolbox:
-    """The tools of one request.
-
-    Args:
-        texts: JSON texts for the prompt.
-        sources: The client's own JSON texts.
-        names: Full names of those that are no plain function without a namespace.
-    """
-
-    texts: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    names: dict[str, Named] = field(default_factory=dict)
-
-    def named(self, full: str) -> Named:
-        """Return what a client calls a tool."""
-        return self.names.get(full) or Named("function", full)
-
-
 def full_name(namespace: str | None, name: str) -> str:
     """Return the name by which the model knows a tool."""
     return (namespace or "") + name
@@ -75,7 +45,7 @@ def read_tools(tools: Sequence[msgspec.Raw]) -> Toolbox:
         RequestError: A tool is no JSON object, or a group holds something that is none.
     """
     texts: list[str] = []
-    names: dict[str, Named] = {}
+    names: dict[str, ToolName] = {}
     sources = tool_texts(tools)
     for n, source in enumerate(sources):
         tool = _decoded(source, f"tools[{n}]")
@@ -86,19 +56,19 @@ def read_tools(tools: Sequence[msgspec.Raw]) -> Toolbox:
                 for member in tool_texts(tool.tools, f"tools[{n}].tools"):
                     inner = _decoded(member, f"tools[{n}].tools")
                     full = full_name(tool.name, inner.name or "")
-                    names[full] = Named("function", inner.name or "", tool.name)
+                    names[full] = ToolName("function", inner.name or "", tool.name)
                     texts.append(_function(full, inner.description, inner.parameters))
             case "custom":
                 name = tool.name or ""
-                names[name] = Named("custom", name)
+                names[name] = ToolName("custom", name)
                 texts.append(_function(name, tool.description, _ONE_TEXT))
             case "tool_search":
-                names[TOOL_SEARCH] = Named("tool_search", TOOL_SEARCH)
+                names[TOOL_SEARCH] = ToolName("tool_search", TOOL_SEARCH)
                 said = tool.description or "Search for further tools by what they do."
                 texts.append(_function(TOOL_SEARCH, said, tool.parameters))
             case other:
                 _log.warning("a tool of type %a runs on no machine of ours: left out", other)
-    return Toolbox(tuple(texts), sources, names)
+    return Toolbox(sources, tuple(texts), names)
 
 
 def _decoded(text: str, param: str) -> _Tool:

@@ -1,4 +1,4 @@
-"""Flags of the disk cache: ds4's names, defaults and refusals (server-and-cli.md 4.4, 5.3)."""
+"""Flags of the disk cache, ds4's own (server-and-cli.md#disk-cache-options, #one-shot)."""
 
 from __future__ import annotations
 

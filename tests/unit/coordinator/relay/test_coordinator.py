@@ -9,8 +9,8 @@ import threading
 import psutil
 import pytest
 
-from ds4py.coordinator.relay import listener as port_module
-from ds4py.coordinator.relay import registration as reception_module
+from ds4py.coordinator.relay.workers import listener as port_module
+from ds4py.coordinator.relay.workers import registration as reception_module
 from ds4py.errors import (
     Ds4Error,
     TransportTimeoutError,
@@ -161,11 +161,11 @@ def test_a_lost_link_is_not_planned_with_even_before_its_entry_is_gone() -> None
     """Those who wait are told first; a replay must not spend itself on the dead link."""
     with cluster([]) as c, dial_in(c.port.address, hello(WHOLE)):
         c.wait_ready()
-        route = c.coordinator.ensure_route(after_loss=False, cancelled=None)
-        assert route.link is not None
-        route.link.retire("lost")
+        pipeline = c.coordinator.ensure_pipeline(after_loss=False, cancelled=None)
+        assert pipeline.route.link is not None
+        pipeline.route.link.retire("lost")
         assert n_workers(c) == 1
-        assert not c.coordinator.is_current(route)
+        assert not c.coordinator.is_current(pipeline)
         assert not c.coordinator.health().ready
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ds4py.config import RouteEntry
-from ds4py.coordinator.relay import dialer as dialer_module
-from ds4py.coordinator.relay import worker_hello as worker_hello_module
+from ds4py.coordinator.relay.workers import dialer as dialer_module
+from ds4py.coordinator.relay.workers import worker_hello as worker_hello_module
 from ds4py.layer_range import LayerSpec
 from ds4py.worker import worker as worker_module
 from tests.by_hand import (

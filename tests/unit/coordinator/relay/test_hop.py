@@ -10,16 +10,15 @@ from contextlib import contextmanager
 import pytest
 
 from ds4py.coordinator.relay.hop import Link, ReplyBox
-from ds4py.coordinator.relay.registry import LinkId
+from ds4py.coordinator.relay.workers.registry import LinkId
 from ds4py.errors import PeerClosedError, TransportError, TransportTimeoutError
-from ds4py.transport.connection import Connection
 from ds4py.wire.extensions import Alive, Drop
 from ds4py.wire.frames import coordinator_limits, encode_frame, worker_limits
 from ds4py.wire.messages import ErrorText, Result, encode
 from tests.clusters import span, wait_until
 from tests.fake_runner import N_VOCAB, WIDTH
 from tests.peers import N_CTX, entry, logits_for, make_work, take_work
-from tests.sockets import SOCKETS, Background, tcp_pair
+from tests.sockets import Background, frames_over, tcp_pair
 
 LIMITS = coordinator_limits(N_VOCAB, WIDTH, N_CTX)
 HOP = entry(span("0-5"))
@@ -31,8 +30,8 @@ class Scene:
     def __init__(self, ours, theirs, timeout: float, alive_timeout: float | None):
         self.closed: list[TransportError] = []
         self.box: ReplyBox = ReplyBox()
-        self.peer = Connection(theirs, SOCKETS, worker_limits(N_CTX, WIDTH))
-        connection = Connection(ours, SOCKETS, LIMITS)
+        self.peer = frames_over(theirs, worker_limits(N_CTX, WIDTH))
+        connection = frames_over(ours, LIMITS)
         self.link = Link(
             LinkId(1),
             connection,

@@ -83,7 +83,7 @@ def unused_port() -> int:
 
 
 def lanes_of(c: Cluster) -> HopChannels:
-    (channels,) = c.coordinator._channels.values()
+    (channels,) = c.coordinator.workers.channels.values()
     return channels
 
 
@@ -280,7 +280,7 @@ def test_a_worker_of_ours_is_greeted_on_it_and_its_loss_harms_nobody() -> None:
             assert quick._heartbeat is not None
             (worker,) = c.workers
             assert all(u._heartbeat is not None for u in worker._upstreams)
-            cached = worker._stage.session_table.get(second.session_id)  # type: ignore[attr-defined]
+            cached = worker.stage.sessions.get(second.session_id)  # type: ignore[attr-defined]
             assert cached is not None
             assert len(cached.owners) == 2
             quick.connection.close()
@@ -300,8 +300,10 @@ def test_somebody_else_behind_the_data_port_gets_no_span() -> None:
     other = start_worker(FakeRunner(WHOLE))
     with cluster(["0-2", "3-5"], before=hold, chunk=2) as c:
         c.wait_ready()
-        (first_hop, _) = sorted(c.coordinator._registry.records, key=lambda r: r.layers.start)
-        channels = c.coordinator._channels[first_hop.link]
+        (first_hop, _) = sorted(
+            c.coordinator.workers.registry.records, key=lambda r: r.layers.start
+        )
+        channels = c.coordinator.workers.channels[first_hop.link]
         moved = replace(first_hop, address=other.address)
         channels._dial = lambda stopped: lanes_module.dial_priority_channel(
             moved, c.coordinator, stopped
@@ -315,7 +317,7 @@ def test_somebody_else_behind_the_data_port_gets_no_span() -> None:
             np.testing.assert_array_equal(asking.result().logits, reference_logits([7]))
             long.result()
             assert channels._priority is None
-    assert not other._stage.device.runner.evaluated  # type: ignore[attr-defined]
+    assert not other.stage.device.runner.evaluated  # type: ignore[attr-defined]
     other.close()
 
 

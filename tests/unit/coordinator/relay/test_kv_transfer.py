@@ -1,4 +1,4 @@
-"""Sessions are saved from any route and loaded into any other (spec 11); hops that misbehave cost
+"""Sessions are saved from any route and loaded into any other; hops that misbehave cost
 the operation, never the route."""
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def test_a_worker_that_dies_in_the_middle_costs_the_operation_only(operation) ->
         def die() -> None:
             for upstream in list(workers[1]._upstreams):
                 upstream._connection.close()
-            workers[1]._listener.close()
+            workers[1]._acceptor.close()
 
         dying.die = die
         with pytest.raises(TransportError):

@@ -1,4 +1,7 @@
-"""A coordinator saves and loads over a worker whose data port is answered by hand (spec 11)."""
+"""A coordinator saves and loads over a worker whose data port is answered by hand.
+
+See docs/spec/wire-protocol.md#snapshots.
+"""
 
 from __future__ import annotations
 

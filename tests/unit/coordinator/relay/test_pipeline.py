@@ -11,7 +11,7 @@ import pytest
 from ds4py.activations import HiddenBatch
 from ds4py.config import Address, RouteEntry
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.errors import (
     CapacityError,
@@ -193,12 +193,12 @@ def test_a_peer_that_takes_nothing_loses_its_link() -> None:
     sockets = replace(SOCKETS, send_timeout=0.2)
     coordinator = Coordinator(card(), 4096, config, sockets)
     backend = SessionPool(coordinator, 1)
-    port = ProtocolDemux(Listener(Address("127.0.0.1", 0), sockets), coordinator, sockets, None)
+    port = coordinator_port(Listener(Address("127.0.0.1", 0), sockets), coordinator)
     port.start()
     with dial_in(port.address, hello(WHOLE, ctx_size=4096)) as deaf:
         c = Cluster(coordinator, backend, port)
         c.wait_ready()
-        (link,) = coordinator._links.values()
+        (link,) = coordinator.workers.links.values()
         link._outbox.put([b"DS4D" + struct.pack(">II", 4, 1 << 28), bytes(1 << 26)])
         with backend.lease([1]) as session, pytest.raises(Ds4Error):
             session.sync([1] * 4000)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds4py.config import Address
 from ds4py.coordinator.relay.planner import Demand, plan_route
-from ds4py.coordinator.relay.registry import LinkId, WorkerRecord
+from ds4py.coordinator.relay.workers.registry import LinkId, WorkerRecord
 from ds4py.errors import RouteIncompleteError
 from ds4py.layer_range import LayerRange
 
@@ -34,7 +34,7 @@ def demand(local_end: int | None = None, *, head: bool = False, n_layers: int = 
 
 
 def usable(w: WorkerRecord, *, local_head: bool) -> bool:
-    """Spec 6.4 rule 4, word by word."""
+    """docs/spec/wire-protocol.md#route-selection rule 4, word by word."""
     if (w.layers.end < LAST or not w.layers.has_output) and not w.has_hidden:
         return False
     return not (w.layers.end >= LAST and not w.layers.has_output and not local_head)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4py.config import Address
-from ds4py.coordinator.relay.registry import LinkId, Registry, WorkerRecord
+from ds4py.coordinator.relay.workers.registry import LinkId, Registry, WorkerRecord
 from ds4py.layer_range import LayerRange
 
 

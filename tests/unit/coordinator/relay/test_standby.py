@@ -24,11 +24,11 @@ from ds4py.config import (
 )
 from ds4py.contracts import ForwardRequest
 from ds4py.coordinator.relay.coordinator import Coordinator
-from ds4py.coordinator.relay.listener import ProtocolDemux
+from ds4py.coordinator.relay.workers.listener import coordinator_port
 from ds4py.coordinator.session_pool import SessionPool
 from ds4py.layer_range import LayerSpec
-from ds4py.transport.connection import Connection
-from ds4py.transport.sockets import Listener, connect
+from ds4py.transport.connector import Connector
+from ds4py.transport.sockets import Listener
 from ds4py.wire.extensions import Alive
 from ds4py.wire.frames import ExtType, coordinator_limits
 from ds4py.worker.worker import Worker
@@ -109,7 +109,7 @@ class Scene:
             prefill=PrefillTuning(chunk=chunk),
         )
         self.coordinator = Coordinator(card(), 64, config, SOCKETS)
-        self.port = ProtocolDemux(Listener(ANY_PORT, SOCKETS), self.coordinator, SOCKETS, None)
+        self.port = coordinator_port(Listener(ANY_PORT, SOCKETS), self.coordinator)
         self.port.start()
         self.backend = SessionPool(self.coordinator, 1)
         if self.dial_in:
@@ -127,11 +127,11 @@ class Scene:
     @property
     def n_registered(self) -> int:
         assert self.coordinator is not None
-        return len(self.coordinator._registry.records)
+        return len(self.coordinator.workers.registry.records)
 
     def links(self) -> set[int]:
         assert self.coordinator is not None
-        return set(self.coordinator._links)
+        return set(self.coordinator.workers.links)
 
 
 @contextmanager
@@ -236,13 +236,13 @@ def test_an_idle_route_is_not_lost() -> None:
 def test_a_dead_coordinator_costs_a_worker_its_connection_and_nothing_else() -> None:
     worker = Stoppable("0-5").start()
     limits = coordinator_limits(N_VOCAB, WIDTH, N_CTX)
-    connection = Connection(connect(worker.address, SOCKETS), SOCKETS, limits)
+    connection = Connector(SOCKETS).connect(worker.address, limits)
     greet(connection, alive_timeout=ALIVE)
     connection.send(Alive().encode())
     assert Background(lambda: read_to_close(connection)).result()
     connection.close()
     wait_until(lambda: not worker.worker._upstreams, "it is given up")
-    again = Connection(connect(worker.address, SOCKETS), SOCKETS, limits)
+    again = Connector(SOCKETS).connect(worker.address, limits)
     Driver(again, [entry(span("0-5"))]).check([], PROMPT)
     again.close()
     worker.close()
@@ -251,7 +251,7 @@ def test_a_dead_coordinator_costs_a_worker_its_connection_and_nothing_else() -> 
 def test_a_worker_says_that_it_is_alive_while_its_device_is_busy() -> None:
     worker = Stoppable("0-5").start()
     limits = coordinator_limits(N_VOCAB, WIDTH, N_CTX)
-    connection = Connection(connect(worker.address, SOCKETS), SOCKETS, limits)
+    connection = Connector(SOCKETS).connect(worker.address, limits)
     greet(connection, alive_timeout=ALIVE)
     worker.running.clear()
     driver = Driver(connection, [entry(span("0-5"))])

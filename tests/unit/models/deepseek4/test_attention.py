@@ -274,7 +274,7 @@ def test_points_6_and_8_queries_are_normed_without_weight_and_turned_as_their_la
 
 
 def layer_angles(ratio: int, t: int) -> torch.Tensor:
-    """The formula of 3.4 for `R` = 16."""
+    """The formula of docs/spec/deepseek4-model.md#rope for `R` = 16."""
     pair = torch.arange(R // 2).double()
     if not ratio:
         return t * 10000 ** (-2 * pair / R)

@@ -1,4 +1,4 @@
-"""Rotations: golden vector B.3, the list of frequencies of 3.4, angles of long contexts."""
+"""Rotations: golden vector B.3, frequencies of deepseek4-model.md#rope, long contexts."""
 
 import math
 
@@ -42,7 +42,7 @@ def turns(position: int, **which: bool) -> torch.Tensor:
 
 
 def exact_angles(position: int, *, extended: bool) -> np.ndarray:
-    """The formula of 3.4 pair by pair, in float64."""
+    """The formula of docs/spec/deepseek4-model.md#rope pair by pair, in float64."""
     angles = []
     for i in range(32):
         base = 160000.0 if extended else 10000.0

@@ -1,9 +1,9 @@
 """A whole small model: cutting into chunks, slices and batches changes nothing.
 
 The model rounds hard inside, so a last bit of float32 can become a step of a number format and
-grows from layer to layer (docs/spec/deepseek4-model.md 0.3). Hence three kinds of comparison: bit
-for bit where the same products run; half layer by half layer with given inputs, where the median
-tells formulas from noise; and end to end, which is sharp only without rounded activations.
+grows from layer to layer (docs/spec/deepseek4-model.md#matching). Hence three kinds of comparison:
+bit for bit where the same products run; half layer by half layer with given inputs, where the
+median tells formulas from noise; and end to end, which is sharp only without rounded activations.
 """
 
 from collections.abc import Iterable, Sequence
@@ -178,7 +178,7 @@ def attention_half(
 def assert_same_half(
     got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], layer: int
 ) -> None:
-    """Apply the limits of 0.3; rows are on a coarse grid, so nearly all of them are equal."""
+    """Apply deepseek4-model.md#matching; rows are on a coarse grid, so nearly all are equal."""
     errors = relative_rms(got[0], expected[0])
     assert errors.median() < 1e-6, layer
     assert errors.quantile(0.99) < 5e-3, layer

@@ -5,7 +5,8 @@ import json
 import anthropic
 import pytest
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
+from ds4py.generation.grammar import GrammarKind
 from ds4py.server.api.chat.request import read_chat
 from ds4py.server.api.messages.request import read_messages
 from tests.unit.server.support import backend, server
@@ -17,17 +18,17 @@ FORMAT = f'{{"type":"json_schema","schema":{SCHEMA}}}'
 
 def messages(*members):
     said = '"messages":[{"role":"user","content":"a"}]'
-    return read_messages(f"{{{','.join((said, *members))}}}".encode(), SamplingParams())
+    return read_messages(f"{{{','.join((said, *members))}}}".encode(), ServerConfig())
 
 
 @pytest.mark.parametrize(
     "member", [f'"output_config":{{"format":{FORMAT}}}', f'"output_format":{FORMAT}']
 )
 def test_messages_may_ask_for_a_form(member):
-    form = messages(member).options.form
-    assert (form.kind, form.text, form.strict) == ("json_schema", SCHEMA, False)
+    form = messages(member).output_format
+    assert (form.kind, form.text, form.strict) == (GrammarKind.JSON_SCHEMA, SCHEMA, False)
     with_tools = messages(member, f'"tools":[{TOOL}]')
-    assert (with_tools.options.form, len(with_tools.tools)) == (None, 1)
+    assert (with_tools.output_format, len(with_tools.prompt.tools.sources)) == (None, 1)
 
 
 def test_the_official_client_gets_the_form_that_it_asks_for():
@@ -61,4 +62,4 @@ def test_the_official_client_gets_the_form_that_it_asks_for():
 )
 def test_templates_are_told_to_think_in_either_word(kwargs, think):
     body = f'{{"messages":[{{"content":"a"}}],"chat_template_kwargs":{kwargs}}}'
-    assert read_chat(body.encode(), SamplingParams()).options.think == think
+    assert read_chat(body.encode(), ServerConfig()).think == think

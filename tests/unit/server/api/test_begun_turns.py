@@ -3,12 +3,12 @@
 import httpx
 import pytest
 
-from ds4py.server.api.chat_messages import ChatMessage, PastCall
-from ds4py.server.requests.prompts import Manner, TextStack, chat_prompt
+from ds4py.server.requests.prompts import TextStack
+from ds4py.server.requests.request import ChatMessage, PastCall
 from ds4py.text.chat_formats.template import ChatTemplate
 from ds4py.text.tokenizer.deepseek4_tokens import Marker
 from tests.fakes import FakeBackend
-from tests.unit.server.support import script, server, text_stack
+from tests.unit.server.support import chat_ids, script, server, text_stack
 from tests.unit.text import tiny_deepseek4 as tiny
 
 ASK = ChatMessage("user", "Say hello.")
@@ -17,7 +17,7 @@ DEEPSEEK = TextStack(tiny.tokenizer(), tiny.chat())
 
 
 def written(stack, *messages, **manner):
-    tokens = chat_prompt(stack, messages, Manner(**manner))
+    tokens = chat_ids(stack, messages, **manner)
     return b"".join(stack.tokenizer.token_bytes(token, special=True) for token in tokens).decode()
 
 

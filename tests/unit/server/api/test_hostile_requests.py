@@ -5,20 +5,22 @@ import random
 
 import pytest
 
+from ds4py.config import ServerConfig
 from ds4py.errors import RequestError
 from ds4py.server.api import json_body
 from ds4py.server.api.chat.request import read_chat
-from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.messages.request import read_messages
 from ds4py.server.requests import prompts
 from ds4py.server.requests.prompts import excess
+from ds4py.server.requests.request import ChatMessage, PastCall
 from tests.unit.server.support import GREEDY, text_stack
 
+DEFAULTS = ServerConfig(sampling=GREEDY)
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
 def read(**members):
-    return read_chat(json.dumps(CHAT | members).encode(), GREEDY)
+    return read_chat(json.dumps(CHAT | members).encode(), DEFAULTS)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -33,7 +35,7 @@ def few_values(monkeypatch):
 def test_a_body_of_too_many_values_is_refused_before_it_is_read(few_values, member):
     body = json.dumps(CHAT | {member: [{}] * 102}).encode()
     with pytest.raises(RequestError, match="at most 100 values"):
-        read_chat(body, GREEDY)
+        read_chat(body, DEFAULTS)
 
 
 def test_too_many_texts_are_too_many_values(few_values):
@@ -44,9 +46,9 @@ def test_too_many_texts_are_too_many_values(few_values):
 @pytest.mark.parametrize("text", [",", '\\",', "\\\\,", '",",', "\\,\\"])
 def test_commas_in_texts_are_no_values(few_values, text):
     asked = read_chat(
-        json.dumps({"messages": [{"role": "user", "content": text * 200}]}).encode(), GREEDY
+        json.dumps({"messages": [{"role": "user", "content": text * 200}]}).encode(), DEFAULTS
     )
-    assert asked.messages[0].content == text * 200
+    assert asked.prompt.messages[0].content == text * 200
 
 
 # --- surrogates -----------------------------------------------------------------------------------
@@ -71,21 +73,21 @@ def test_lone_surrogates_become_one_sign_each_and_nothing_else_changes():
     for _ in range(3000):
         inside = "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 9)))
         body = f'{{"messages":[{{"content":"\\ud800{inside}"}}]}}'
-        got = read_chat(body.encode(), GREEDY).messages[0].content
+        got = read_chat(body.encode(), DEFAULTS).prompt.messages[0].content
         wanted = json.loads(f'"\\ud800{inside}"')
         assert got == wanted.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def test_a_raw_zero_byte_is_still_no_json():
     with pytest.raises(RequestError, match="invalid JSON request"):
-        read_chat(b'{"messages":[{"content":"\\ud800\0\0n"}]}', GREEDY)
+        read_chat(b'{"messages":[{"content":"\\ud800\0\0n"}]}', DEFAULTS)
 
 
 # --- lengths --------------------------------------------------------------------------------------
 
 
 def test_a_stop_text_is_not_longer_than_any_could_be():
-    assert read(stop="x" * 4096).options.stop == ("x" * 4096,)
+    assert read(stop="x" * 4096).stop == ("x" * 4096,)
     with pytest.raises(RequestError, match="4097 characters"):
         read(stop=["a", "x" * 4097])
 
@@ -95,7 +97,7 @@ def test_tools_are_counted_before_they_are_looked_at():
         read(tools=[0] * 10_001)
     body = json.dumps(CHAT | {"tools": [0] * 10_001}).encode()
     with pytest.raises(RequestError, match="10001 tools"):
-        read_messages(body, GREEDY)
+        read_messages(body, DEFAULTS)
 
 
 class TestExcess:

@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.config import SamplingParams
+from ds4py.config import SamplingParams, ServerConfig
 from ds4py.errors import RequestError
 from ds4py.server.api.chat.request import read_chat
-from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.completions.request import read_completion
+from ds4py.server.api.messages.request import read_messages
+from ds4py.server.api.responses.request import read_responses
+from ds4py.server.requests.request import ChatMessage, PastCall
 
-DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
+SAMPLING = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
+DEFAULTS = ServerConfig(sampling=SAMPLING, max_tokens=1234)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -34,17 +37,27 @@ def refusal(body, read=read_chat):
 
 
 def test_absent_fields_take_the_defaults():
-    options = chat().options
-    assert options.sampling == DEFAULTS
-    assert (options.model, options.max_tokens, options.stop) == (None, None, ())
+    options = chat()
+    assert options.sampling == SAMPLING
+    assert (options.model, options.max_tokens, options.stop) == (None, 1234, ())
     assert (options.stream, options.include_usage) == (False, False)
+
+
+def test_the_servers_word_on_reasoning_counts_if_the_request_has_none():
+    config = ServerConfig(think="none")
+    for body in ({"messages": HI}, {"messages": HI, "model": "deepseek-reasoner"}):
+        wanted = "high" if "model" in body else "none"
+        for read in (read_chat, read_messages):
+            assert read(json.dumps(body).encode(), config).think == wanted
+    assert read_completion(b'{"prompt":"x"}', config).think == "none"
+    assert read_responses(b'{"input":"x"}', config).think == "none"
 
 
 def test_every_field_is_read():
     options = chat(
         model="m", max_tokens=5, temperature=0, top_p=0.5, top_k=7, min_p=0.25, seed=9,
         stop="x", stream=True, stream_options={"include_usage": True},
-    ).options  # fmt: skip
+    )  # fmt: skip
     assert options.sampling == SamplingParams(
         temperature=0.0, top_k=7, top_p=0.5, min_p=0.25, seed=9
     )
@@ -73,29 +86,29 @@ def test_unknown_fields_are_ignored_at_any_type():
     [(0, 0), (-5, 0), (7.0, 7), (2**31, 2**31 - 1), (10**30, 2**31 - 1), (1e18, 2**31 - 1)],
 )
 def test_counts_are_brought_into_range(given_value, read):
-    assert chat(max_tokens=given_value).options.max_tokens == read
-    assert chat(top_k=given_value).options.sampling.top_k == read
+    assert chat(max_tokens=given_value).max_tokens == read
+    assert chat(top_k=given_value).sampling.top_k == read
 
 
 @pytest.mark.parametrize(("given_seed", "read"), [(-1, 0), (2**40, 2**40), (2**70, 2**63 - 1)])
 def test_a_seed_has_63_bits(given_seed, read):
-    assert chat(seed=given_seed).options.sampling.seed == read
+    assert chat(seed=given_seed).sampling.seed == read
 
 
 def test_the_later_of_the_two_budgets_wins():
-    assert chat(max_tokens=5, max_completion_tokens=6).options.max_tokens == 6
-    assert chat(max_completion_tokens=6, max_tokens=5).options.max_tokens == 5
-    assert chat(max_tokens=5, max_completion_tokens=None).options.max_tokens == 5
-    assert chat(max_completion_tokens=6).options.max_tokens == 6
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+    assert chat(max_completion_tokens=6, max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=None).max_tokens == 5
+    assert chat(max_completion_tokens=6).max_tokens == 6
 
 
 def test_completions_ignore_max_completion_tokens():
-    assert completion(prompt="x", max_completion_tokens=6).options.max_tokens is None
+    assert completion(prompt="x", max_completion_tokens=6).max_tokens == 1234
 
 
 def test_of_equal_keys_the_last_wins():
     body = b'{"messages":[{"role":"user","content":"x"}],"top_k":1,"top_k":2}'
-    assert read_chat(body, DEFAULTS).options.sampling.top_k == 2
+    assert read_chat(body, DEFAULTS).sampling.top_k == 2
 
 
 @pytest.mark.parametrize(
@@ -103,7 +116,7 @@ def test_of_equal_keys_the_last_wins():
     [("a", ("a",)), ("", ()), ([], ()), (["a", "", 3, None, {"b": 1}, "c"], ("a", "c"))],
 )
 def test_stop_is_a_string_or_a_list_of_which_strings_count(stop, read):
-    assert chat(stop=stop).options.stop == read
+    assert chat(stop=stop).stop == read
 
 
 @pytest.mark.parametrize(
@@ -121,18 +134,18 @@ def test_stop_is_a_string_or_a_list_of_which_strings_count(stop, read):
 )
 def test_content_forms(content, text):
     body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-    assert read_chat(body, DEFAULTS).messages == (ChatMessage("user", text),)
+    assert read_chat(body, DEFAULTS).prompt.messages == (ChatMessage("user", text),)
 
 
 def test_roles_are_mapped_and_unknown_ones_dropped():
     roles = ["system", "developer", "user", None, "assistant", "tool", "function", "narrator"]
     body = json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]}).encode()
-    read = [message.role for message in read_chat(body, DEFAULTS).messages]
+    read = [message.role for message in read_chat(body, DEFAULTS).prompt.messages]
     assert read == ["system", "developer", "user", "user", "assistant", "tool", "tool"]
 
 
 def test_a_missing_role_is_the_user():
-    assert read_chat(b'{"messages":[{"content":"x"}]}', DEFAULTS).messages[0].role == "user"
+    assert read_chat(b'{"messages":[{"content":"x"}]}', DEFAULTS).prompt.messages[0].role == "user"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +161,7 @@ def test_a_missing_role_is_the_user():
     ],
 )
 def test_prompt_forms(prompt, read):
-    assert completion(prompt=prompt).prompt == read
+    assert completion(prompt=prompt).prompt.content == read
 
 
 @pytest.mark.parametrize("prompt", [[1.5], [True], [None], [{"a": 1}], [[1, "x"]], 5, {"a": 1}])
@@ -241,7 +254,7 @@ def test_a_nesting_bomb_is_refused(bracket, field):
 
 def test_nesting_of_256_levels_is_fine():
     body = b'{"messages":[{"content":"x"}],"ignored":' + b"[" * 255 + b"]" * 255 + b"}"
-    assert read_chat(body, DEFAULTS).messages
+    assert read_chat(body, DEFAULTS).prompt.messages
 
 
 @pytest.mark.parametrize(
@@ -258,7 +271,7 @@ def test_nesting_of_256_levels_is_fine():
 )
 def test_lone_surrogates_become_replacement_characters(escaped, text):
     body = b'{"messages":[{"content":"' + escaped + b'"}]}'
-    assert read_chat(body, DEFAULTS).messages[0].content == text
+    assert read_chat(body, DEFAULTS).prompt.messages[0].content == text
 
 
 @pytest.mark.parametrize(
@@ -299,8 +312,8 @@ def test_lone_surrogates_become_replacement_characters(escaped, text):
     ],
 )
 def test_what_a_request_says_about_thinking(fields, think):
-    assert chat(**fields).options.think == think
-    assert completion(prompt="x", **fields).options.think == think
+    assert chat(**fields).think == think
+    assert completion(prompt="x", **fields).think == think
 
 
 def test_an_unknown_effort_is_refused():
@@ -312,13 +325,15 @@ def test_an_unknown_effort_is_refused():
 def test_tools_keep_the_clients_own_text():
     tool = b'{ "type":"function",\t"function": {"name":"f", "x": 1.0e2, "y":"\\u00e9"} }'
     body = b'{"messages":[{"content":"x"}],"tools":[' + tool + b', {"name":"g"}]}'
-    assert read_chat(body, DEFAULTS).tools == (tool.decode(), '{"name":"g"}')
+    assert read_chat(body, DEFAULTS).prompt.tools.sources == (tool.decode(), '{"name":"g"}')
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function"}, None, 5])
 def test_any_choice_but_none_offers_the_tools(choice):
-    assert chat(tools=[{"name": "f"}], tool_choice=choice).tools == ('{"name": "f"}',)
-    assert chat(tools=[{"name": "f"}, 7], tool_choice="none").tools == ()
+    assert chat(tools=[{"name": "f"}], tool_choice=choice).prompt.tools.sources == (
+        '{"name": "f"}',
+    )
+    assert chat(tools=[{"name": "f"}, 7], tool_choice="none").prompt.tools.sources == ()
 
 
 @pytest.mark.parametrize("tool", ["5", '"f"', "[]", "null"])
@@ -350,7 +365,7 @@ def test_everything_of_an_assistants_turn_is_read():
         {"id":"c4","function":{"name":"null","arguments":null}},
         {"id":"c5","function":{"arguments":"no name"}},
         {"id":"c6"}]}]}"""
-    assert read_chat(body, DEFAULTS).messages == (
+    assert read_chat(body, DEFAULTS).prompt.messages == (
         ChatMessage(
             "assistant",
             "",
@@ -362,14 +377,14 @@ def test_everything_of_an_assistants_turn_is_read():
 
 def test_a_tools_answer_names_its_call():
     body = b'{"messages":[{"role":"tool","tool_call_id":"c1","content":"x"}]}'
-    assert read_chat(body, DEFAULTS).messages == (ChatMessage("tool", "x", call_id="c1"),)
+    assert read_chat(body, DEFAULTS).prompt.messages == (ChatMessage("tool", "x", call_id="c1"),)
 
 
 def test_what_ds4py_adds():
-    assert not chat().default_system
-    assert chat(default_system=True).default_system
-    assert not completion(prompt="x").raw
-    assert completion(prompt="x", raw=True).raw
+    assert not chat().prompt.default_system
+    assert chat(default_system=True).prompt.default_system
+    assert not completion(prompt="x").prompt.raw
+    assert completion(prompt="x", raw=True).prompt.raw
 
 
 def test_too_many_stop_texts_are_refused():
@@ -409,10 +424,10 @@ def test_any_values_are_in_range_or_refused(fields):
     body = json.dumps(fields).encode().replace(b"Infinity", b"1e999")
     for read in (read_chat, read_completion):
         try:
-            options = read(body, DEFAULTS).options
+            options = read(body, DEFAULTS)
         except RequestError:
             continue
-        assert options.max_tokens is None or 0 <= options.max_tokens < 2**31
+        assert 0 <= options.max_tokens < 2**31
         assert 0 <= options.sampling.top_k < 2**31
         assert 0 <= options.sampling.seed < 2**63
         assert math.isfinite(options.sampling.temperature)

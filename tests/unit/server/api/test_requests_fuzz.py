@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4py.config import SamplingParams
+from ds4py.config import ServerConfig
 from ds4py.errors import RequestError
 from ds4py.server.api.chat.request import read_chat
 from ds4py.server.api.completions.request import read_completion
@@ -132,7 +132,7 @@ VALUES = st.recursive(
 def refusal(read, body):
     """The refusal of a body; None for one that is read."""
     try:
-        read(body, SamplingParams())
+        read(body, ServerConfig())
     except RequestError as error:
         return error
     return None

@@ -1,11 +1,11 @@
 """Conversations that results of tools go on with."""
 
-from ds4py.server.api.chat_messages import ChatMessage
-from ds4py.server.history.pending_tools import Kept, PendingTools
+from ds4py.server.history.pending_tools import PendingTools
+from ds4py.server.requests.request import ChatMessage, Conversation, Toolbox
 
 
 def kept(text="hi"):
-    return Kept((ChatMessage("user", text),), ("{}",))
+    return Conversation((ChatMessage("user", text),), Toolbox(("{}",)))
 
 
 def test_exactly_the_calls_of_a_reply_find_it_in_any_order():

@@ -586,3 +586,31 @@ def test_characters_arrive_whole():
     chunks = sse(chat(backend(script("né€😀")), stream=True).text)[1:-2]
     texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
     assert texts == ["n", "é", "€", "😀"]
+
+
+@pytest.mark.parametrize(("strict", "status"), [(True, 400), (False, 200), (None, 200)])
+def test_what_cannot_be_enforced_of_a_schema_is_refused_only_if_it_is_strict(strict, status):
+    schema = {"type": "string", "format": "secret", "maxLength": 2}
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+    assert chat(backend(), response_format=form).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "member"),
+    [
+        (CHAT, "messages"),
+        (COMPLETIONS, "prompt"),
+        ("/v1/messages", "messages"),
+        ("/v1/responses", "input"),
+    ],
+)
+def test_what_is_too_long_is_blamed_on_its_own_member(path, member):
+    said = "x" * 300
+    body = {member: [{"role": "user", "content": said}]}
+    body = {member: said} if member in ("prompt", "input") else body
+    response = ask(backend(n_ctx=64), "POST", path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["message"].startswith("Prompt has 3")
+    if path != "/v1/messages":  # errors of that API name no member
+        assert (error["code"], error["param"]) == ("context_length_exceeded", member)

@@ -13,6 +13,7 @@ import pytest
 
 from ds4py.errors import RemoteWorkError, TransportError
 from ds4py.server.http import server as serve_module
+from ds4py.server.requests.queue import RequestHandle
 from tests.fakes import Gate
 from tests.unit.server.support import DEADLINE, USER, backend, server, sse
 
@@ -447,8 +448,15 @@ def test_closing_ends_a_running_stream_with_an_error():
     assert fake.sessions[0].n_evaluations < 100  # it did not run to its end
 
 
-def test_closing_answers_what_is_queued():
-    gate = Gate()
+def test_closing_answers_what_is_queued(monkeypatch):
+    gate, cancelled, cancel = Gate(), threading.Semaphore(0), RequestHandle.cancel
+
+    def told(handle, reason=None):
+        cancel(handle, reason)
+        if reason is not None:
+            cancelled.release()
+
+    monkeypatch.setattr(RequestHandle, "cancel", told)
     with server(backend("Hi", gate=gate)) as (http, port):
         running, queued = connect(port), connect(port)
         running.sendall(post(CHAT, {"messages": USER}))
@@ -459,6 +467,8 @@ def test_closing_answers_what_is_queued():
         closing = threading.Thread(target=http.close, args=(DEADLINE,))
         closing.start()
         received = read_all(queued)
+        for _ in range(2):  # the running one comes last, and may not end by itself before
+            assert cancelled.acquire(timeout=DEADLINE)
         gate.open()
         closing.join(DEADLINE)
         assert b"503" in read_all(running)

@@ -7,19 +7,20 @@ import time
 import pytest
 
 from ds4py.errors import CancelledError, Ds4Error, RequestError
-from ds4py.server.api.options import Options
 from ds4py.server.requests import queue as jobs_module
 from ds4py.server.requests.events import Done, Queued, Started, TextPiece
 from ds4py.server.requests.queue import RequestQueue
-from ds4py.server.requests.request import GenerationRequest
+from ds4py.server.requests.request import CompletionPrompt, GenerationRequest
+from ds4py.server.requests.state import RequestState, TokenizedPrompt
 from tests.unit.server.support import DEADLINE, GREEDY
 
 FINISHED = Done(finish="stop")
 
 
 def order(name=1):
-    options = Options(model=None, max_tokens=None, sampling=GREEDY)
-    return GenerationRequest(prompt=(name,), options=options, max_tokens=1)
+    prompt = CompletionPrompt((name,))
+    asked = GenerationRequest(prompt=prompt, max_tokens=1, sampling=GREEDY)
+    return RequestState(request=asked, prompt=TokenizedPrompt((name,)))
 
 
 class Work:
@@ -34,8 +35,8 @@ class Work:
         self._error = error
         self._until_cancelled = until_cancelled
 
-    def __call__(self, asked, emit, cancelled):
-        self.ran.append(asked.prompt[0])
+    def __call__(self, state, emit, cancelled):
+        self.ran.append(state.prompt.ids[0])
         self.threads.add(threading.current_thread().name)
         self.entered.release()
         assert self.door.wait(DEADLINE)

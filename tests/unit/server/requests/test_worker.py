@@ -1,17 +1,18 @@
 """What a generation thread does, without any thread."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ds4py.config import SamplingParams
+from ds4py.config import SamplingParams, ServerConfig
 from ds4py.errors import CancelledError, RemoteWorkError, RequestError, RouteIncompleteError
 from ds4py.generation.grammar import GrammarKind, GrammarSource
-from ds4py.server.api.options import Options
-from ds4py.server.history.exact_tokens import ExactTokens
-from ds4py.server.history.tool_calls import ToolCallMemory
+from ds4py.generation.logits_processors import LogitBias
+from ds4py.server.history.conversations import ConversationMemory
 from ds4py.server.requests.events import Answer, Done, Prefilling, Started, TextPiece
-from ds4py.server.requests.request import GenerationRequest
+from ds4py.server.requests.prompts import PromptWriter, TextStack
+from ds4py.server.requests.request import ChatMessage, Conversation, GenerationRequest
+from ds4py.server.requests.state import RequestState, TokenizedPrompt
 from ds4py.server.requests.worker import GenerationWorker
 from ds4py.text.tool_calls.formats import DSML
 from tests.fakes import FakeBackend
@@ -24,24 +25,50 @@ BLOCK = """<tool_calls><invoke name="f"><parameter name="a" string="false">1</pa
 <invoke name="g"></invoke></tool_calls>"""
 
 
-def order(prompt=PROMPT, max_tokens=100, *, calls=False, conclude=None, **parts):
-    own = {name: parts.pop(name) for name in ("thinking", "retry", "deadline") if name in parts}
-    options = Options(**{"model": None, "max_tokens": None, "sampling": GREEDY, **parts})
-    return GenerationRequest(
-        prompt=prompt,
-        options=options,
-        max_tokens=max_tokens,
-        calls=DSML if calls else None,
-        conclude=conclude,
-        **own,
+def order(prompt=PROMPT, *, calls=False, thinking=False, deadline=None, constraint=None, **asked):
+    """A request that was let in; its prompt is what it would be in tokens."""
+    said = Conversation((ChatMessage("user", "hi"),))
+    request = GenerationRequest(
+        **{"prompt": said, "max_tokens": 100, "sampling": GREEDY, **asked},
     )
+    tokens = TokenizedPrompt(prompt, thinking=thinking, calls=DSML if calls else None)
+    return RequestState(request=request, prompt=tokens, constraint=constraint, deadline=deadline)
 
 
-def perform(fake, asked, cancelled=lambda: False, memory=None):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorder(ConversationMemory):
+    """A memory that shows the replies that it is told."""
+
+    told: list = field(default_factory=list)
+
+    def keep(self, conversation, answer, tokens, **how):
+        self.told.append((answer, tokens))
+        ConversationMemory.keep(self, conversation, answer, tokens, **how)
+
+
+class Asking:
+    """The toy's chat format, with words that ask for another call."""
+
+    def __init__(self, *ids):
+        self._ids = list(ids)
+
+    def __getattr__(self, name):
+        return getattr(text_stack().chat, name)
+
+    def retry_ids(self, messages, **how):
+        return self._ids
+
+
+def worker(fake, memory=None, chat=None):
+    memory = memory or ConversationMemory()
+    text = TextStack(text_stack().tokenizer, chat or text_stack().chat)
+    return GenerationWorker(fake, PromptWriter(text, fake, ServerConfig(), memory), memory)
+
+
+def perform(fake, asked, cancelled=lambda: False, memory=None, chat=None):
     """All events but those of the progress, and the end."""
     events = []
-    performer = GenerationWorker(fake, text_stack(), memory or ToolCallMemory(), ExactTokens())
-    done = performer.perform(asked, events.append, cancelled)
+    done = worker(fake, memory, chat).perform(asked, events.append, cancelled)
     return [event for event in events if not isinstance(event, Prefilling)], done
 
 
@@ -131,11 +158,10 @@ def test_a_block_that_its_model_left_open_is_closed():
 @pytest.mark.parametrize("limit", [{"max_tokens": len(BLOCK) - 1}, {"stop": ("</tool_calls",)}])
 def test_a_block_that_was_cut_off_calls_nothing(limit):
     asked = order(calls=True, **{"max_tokens": 250, **limit})
-    kept = []
-    asked = replace(asked, conclude=lambda answer, _: kept.append(answer))
-    events, done = perform(backend(f"So {BLOCK}"[3:]), asked)
-    assert (kept[0].calls, shown(events)) == ((), "")
-    assert done.finish == ("stop" if asked.options.stop else "length")
+    memory = Recorder()
+    events, done = perform(backend(f"So {BLOCK}"[3:]), asked, memory=memory)
+    assert (memory.told[0][0].calls, shown(events)) == ((), "")
+    assert done.finish == ("stop" if asked.request.stop else "length")
 
 
 @pytest.mark.parametrize("says", ["<tool_calls>nonsense</tool_calls>", "<tool_calls>nonsense"])
@@ -263,8 +289,7 @@ def test_nobody_listening_stops_the_work():
             raise CancelledError("gone")
         events.append(event)
 
-    performer = GenerationWorker(fake, text_stack(), ToolCallMemory(), ExactTokens())
-    done = performer.perform(order(), emit, lambda: False)
+    done = worker(fake).perform(order(), emit, lambda: False)
     assert done == Done(finish="error", error=done.error, tally=done.tally)
     assert isinstance(done.error, CancelledError)
     assert EOS not in fake.sessions[0].evaluated
@@ -279,16 +304,11 @@ def test_calls_that_can_not_be_read_are_asked_for_once_more():
     fake = backend(script(f"Well. {BROKEN}", end=False) + script(BLOCK, end=False))
     ask = (20, 21, 22)
     fake.sessions[0].sync = _without_restarting_the_script(fake.sessions[0])
-    conclude = []
-    asked = order(
-        calls=True,
-        retry=lambda: ask,
-        max_tokens=250,
-        conclude=lambda answer, tokens: conclude.append((answer, tokens)),
-    )
-    events, done = perform(fake, asked)
+    memory = Recorder()
+    asked = order(calls=True, max_tokens=250)
+    events, done = perform(fake, asked, memory=memory, chat=Asking(*ask))
     assert events.count(Started(3, 0)) == 2
-    answer, tokens = conclude[0]
+    answer, tokens = memory.told[0]
     assert [call.name for call in answer.calls] == ["f", "g"]
     assert (answer.text, done.finish) == ("", "tool_calls")
     assert done.tally.n_completion == len(BLOCK)
@@ -313,7 +333,7 @@ def _without_restarting_the_script(session):
 
 def test_one_more_try_is_all(caplog):
     fake = backend(BROKEN)
-    events, done = perform(fake, order(calls=True, retry=lambda: (20, 21)))
+    events, done = perform(fake, order(calls=True), chat=Asking(20, 21))
     assert events.count(Started(3, 0)) == 2
     assert done.finish == "stop"
     last = len(events) - events[::-1].index(Started(3, 0))
@@ -344,7 +364,7 @@ def test_log_probabilities_are_of_the_answer_only():
 
 def test_an_answer_keeps_to_its_grammar_once_the_reasoning_is_over():
     constraint = GrammarSource(text_stack().tokenizer).compile(GrammarKind.REGEX, "[ab]{3}")
-    asked = replace(order(thinking=True), constraint=constraint)
+    asked = order(thinking=True, constraint=constraint)
     events, done = perform(backend("free</think>bzzzzz"), asked)
     assert thought(events) == "free"
     assert shown(events)[0] == "b"
@@ -354,14 +374,14 @@ def test_an_answer_keeps_to_its_grammar_once_the_reasoning_is_over():
 
 def test_a_bias_moves_the_choice():
     token = script("x", end=False)[0]
-    asked = order(logit_bias=((token, 100.0),), max_tokens=2)
+    asked = order(logit_bias=LogitBias(bias={token: 100.0}), max_tokens=2)
     events, _ = perform(FakeBackend(n_vocab=N_VOCAB), asked)
     assert shown(events) == "xx"
 
 
 def test_a_prompt_beyond_its_time_is_refused_and_an_answer_ends_early(monkeypatch):
     clock = 0.0
-    monkeypatch.setattr("ds4py.server.requests.request.time.monotonic", lambda: clock)
+    monkeypatch.setattr("ds4py.server.requests.state.time.monotonic", lambda: clock)
     clock = 11.0
     with pytest.raises(RequestError) as caught:
         perform(backend("Hello"), order(deadline=10.0))
@@ -375,20 +395,38 @@ def test_a_prompt_beyond_its_time_is_refused_and_an_answer_ends_early(monkeypatc
         events.append(event)
         clock = 11.0 if isinstance(event, TextPiece) and event.text == "l" else clock
 
-    performer = GenerationWorker(fake, text_stack(), ToolCallMemory(), ExactTokens())
-    done = performer.perform(order(deadline=10.0), emit, lambda: False)
+    done = worker(fake).perform(order(deadline=10.0), emit, lambda: False)
     assert (shown(events), done.finish) == ("Hel", "length")
 
 
 def test_the_cheapest_of_prompts_with_one_meaning_is_evaluated():
-    fake, exact_tokens = backend("Hello"), ExactTokens()
+    fake, memory = backend("Hello"), ConversationMemory()
     hidden, seen = (*PROMPT, 30, 31, 32, 33), (*PROMPT, 33)
-    exact_tokens.keep(hidden, [lambda: seen])
-    performer = GenerationWorker(fake, text_stack(), ToolCallMemory(), exact_tokens)
+    memory.exact_tokens.keep(hidden, [lambda: seen])
     fake.sessions[0].sync(hidden)
-    done = performer.perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
+    done = worker(fake, memory).perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
     assert (done.tally.n_prompt, done.tally.n_cached) == (len(hidden) + 2, len(hidden))
     other = backend("Hello")
-    performer = GenerationWorker(other, text_stack(), ToolCallMemory(), exact_tokens)
-    done = performer.perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
+    done = worker(other, memory).perform(order((*seen, 40, 41)), lambda _: None, lambda: False)
     assert done.tally.n_prompt == len(seen) + 2, "nothing of it is cached: the short one costs less"
+
+
+def test_what_a_stream_has_shown_is_not_asked_for_once_more():
+    events, done = perform(backend(BROKEN), order(calls=True, stream=True), chat=Asking(20, 21))
+    assert events.count(Started(3, 0)) == 1
+    assert (shown(events), done.finish) == (BROKEN, "stop")
+
+
+def test_both_attempts_share_one_budget():
+    fake = backend(BROKEN)
+    _, done = perform(fake, order(calls=True, max_tokens=len(BROKEN) + 5), chat=Asking(20, 21))
+    assert (done.finish, done.tally.n_completion) == ("length", 5)
+
+
+def test_a_prompt_of_the_same_meaning_that_does_not_fit_is_left_aside():
+    fake, memory = backend("Hello", n_ctx=12), ConversationMemory()
+    hidden, seen = tuple(range(30, 42)), (*PROMPT, 33)
+    memory.exact_tokens.keep(hidden, [lambda: seen])
+    fake.sessions[0].sync(hidden[:11])
+    done = worker(fake, memory).perform(order((*seen, 40)), lambda _: None, lambda: False)
+    assert (done.tally.n_prompt, done.error) == (5, None)

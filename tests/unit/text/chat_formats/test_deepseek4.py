@@ -346,7 +346,6 @@ def test_the_architecture_decides_which_chat_a_file_has(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         other = chat_for(bpe_metadata(), bpe(), 4096)
     assert isinstance(other, ChatTemplate)
-    assert not other.is_fallback
     assert not caplog.records
 
 

@@ -33,7 +33,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_models_own_template_is_used() -> None:
     metadata = bpe_metadata()
     chat = ChatTemplate.from_metadata(metadata, load_tokenizer(metadata))
-    assert not chat.is_fallback
     assert chat.render(HELLO) == CHATML
     assert chat.render(HELLO, add_generation_prompt=False) + "<|im_start|>assistant\n" == CHATML
 
@@ -150,7 +149,6 @@ def test_without_a_template_chatml_is_written_if_the_vocabulary_has_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chat = template(None)
-    assert chat.is_fallback
     assert chat.render(HELLO) == CHATML
     assert len(warnings(caplog)) == 1
     assert "no chat template" in warnings(caplog)[0]
@@ -166,7 +164,6 @@ def test_a_template_that_does_not_compile_is_replaced_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chat = template("{% for %}")
-    assert chat.is_fallback
     assert chat.render(HELLO) == CHATML
     assert "does not compile" in warnings(caplog)[0]
 

@@ -1,15 +1,17 @@
-"""Bodies of `/v1/messages`: docs/spec/server-and-cli.md 1.4, 1.8, 3.2."""
+"""Bodies of `/v1/messages`: server-and-cli.md#request-fields, #prompts, #thinking-controls."""
 
 import json
 
 import pytest
 
-from ds4py.config import SamplingParams
+from ds4py.config import SamplingParams, ServerConfig
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import ChatMessage, PastCall
 from ds4py.server.api.messages.request import read_messages
+from ds4py.server.history.pending_tools import PendingTools
+from ds4py.server.requests.request import ChatMessage, Conversation, PastCall, Toolbox
 
-DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
+SAMPLING = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
+DEFAULTS = ServerConfig(sampling=SAMPLING, max_tokens=1234)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -18,7 +20,7 @@ def read(**fields):
 
 
 def turns(*messages):
-    return read(messages=list(messages)).messages
+    return read(messages=list(messages)).prompt.messages
 
 
 def refusal(**fields):
@@ -32,7 +34,7 @@ def test_every_field_is_read():
     options = read(
         model="claude", max_tokens=5, temperature=0, top_p=0.5, top_k=7, stream=True,
         stop_sequences=["x", "", 3], min_p=0.9, seed=99,
-    ).options  # fmt: skip
+    )  # fmt: skip
     assert options.sampling == SamplingParams(
         temperature=0.0, top_k=7, top_p=0.5, min_p=0.1, seed=3
     ), "min_p and seed are not of this dialect"
@@ -41,7 +43,7 @@ def test_every_field_is_read():
 
 
 def test_a_stop_sequence_may_stand_alone():
-    assert read(stop_sequences="END").options.stop == ("END",)
+    assert read(stop_sequences="END").stop == ("END",)
 
 
 def test_system_texts_go_first_without_those_that_always_change():
@@ -51,12 +53,16 @@ def test_system_texts_go_first_without_those_that_always_change():
         {"type": "text", "text": "Be brief."},
         {"type": "image"},
     ]
-    assert read(system=blocks).messages == (
+    assert read(system=blocks).prompt.messages == (
         ChatMessage("system", "You are careful.\nBe brief."),
         ChatMessage("user", "hi"),
     )
-    assert read(system="plain").messages[0] == ChatMessage("system", "plain")
-    assert read(system=None).messages == read(system=[]).messages == (ChatMessage("user", "hi"),)
+    assert read(system="plain").prompt.messages[0] == ChatMessage("system", "plain")
+    assert (
+        read(system=None).prompt.messages
+        == read(system=[]).prompt.messages
+        == (ChatMessage("user", "hi"),)
+    )
 
 
 def test_an_assistants_blocks_become_one_turn():
@@ -69,7 +75,7 @@ def test_an_assistants_blocks_become_one_turn():
     ]
     written = json.dumps(blocks).replace('{"b": 1.0, "a": [1]}', '{"b" : 1.0,"a":[1]}')
     body = '{"messages":[{"role":"assistant","content":' + written + "}]}"
-    (turn,) = read_messages(body.encode(), DEFAULTS).messages
+    (turn,) = read_messages(body.encode(), DEFAULTS).prompt.messages
     assert turn == ChatMessage(
         "assistant",
         "Let me see.",
@@ -117,17 +123,46 @@ def test_strange_contents_and_roles():
     ],
 )
 def test_how_much_to_reason(fields, think):
-    assert read(**fields).options.think == think
+    assert read(**fields).think == think
 
 
 def test_tools_are_the_clients_own_texts():
     body = b'{"messages":[{"role":"user"}],"tools":[{"name" :"f","input_schema":{}}]}'
     asked = read_messages(body, DEFAULTS)
-    assert (asked.tools, asked.names_tools) == (('{"name" :"f","input_schema":{}}',), True)
+    assert asked.prompt.tools.sources == ('{"name" :"f","input_schema":{}}',)
     refused = read(tools=[{"name": "f"}], tool_choice={"type": "none"})
-    assert (refused.tools, refused.names_tools) == ((), True)
-    assert (read().tools, read().names_tools) == ((), False)
-    assert len(read(tools=[{"name": "f"}], tool_choice={"type": "any"}).tools) == 1
+    assert refused.prompt.tools == read().prompt.tools == Toolbox()
+    assert len(read(tools=[{"name": "f"}], tool_choice={"type": "any"}).prompt.tools.sources) == 1
+
+
+RESULT = [
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "r"}]}
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tools"),
+    [
+        ({}, ("{}",)),
+        ({"tools": None}, ("{}",)),
+        ({"tools": []}, ()),
+        ({"tools": [{"a": 1}]}, ('{"a": 1}',)),
+        ({"tool_choice": {"type": "none"}}, ()),
+    ],
+)
+def test_results_alone_go_on_with_what_was_said_and_with_its_tools_unless_the_body_names_some(
+    fields, tools
+):
+    pending, said = PendingTools(), ChatMessage("user", "hi")
+    pending.keep(["t"], Conversation((said,), Toolbox(("{}",))))
+    body = json.dumps({"messages": RESULT, "system": "new", **fields}).encode()
+    prompt = read_messages(body, DEFAULTS, pending).prompt
+    assert prompt == Conversation((said, ChatMessage("tool", "r", call_id="t")), Toolbox(tools))
+
+
+def test_results_of_calls_that_nobody_knows_are_refused():
+    with pytest.raises(RequestError, match="tool_use_id 't' is unknown to the live session"):
+        read_messages(json.dumps({"messages": RESULT}).encode(), DEFAULTS, PendingTools())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Replies of `/v1/messages`: docs/spec/server-and-cli.md 1.14, C44 to C47."""
+"""Replies of `/v1/messages`: docs/spec/server-and-cli.md#messages, C44 to C47."""
 
 import json
 

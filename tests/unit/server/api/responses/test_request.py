@@ -1,17 +1,25 @@
-"""Bodies of `/v1/responses`: docs/spec/server-and-cli.md 1.13, C17, C18, C42."""
+"""Bodies of `/v1/responses`: docs/spec/server-and-cli.md#responses, C17, C18, C42."""
 
 import json
 
 import pytest
 
-from ds4py.config import SamplingParams
+from ds4py.config import SamplingParams, ServerConfig
 from ds4py.errors import RequestError
-from ds4py.server.api.chat_messages import ChatMessage, PastCall
-from ds4py.server.api.options import OutputFormat
+from ds4py.generation.grammar import GrammarKind
 from ds4py.server.api.responses.request import read_responses
-from ds4py.server.api.responses.tools import Named
+from ds4py.server.history.pending_tools import PendingTools
+from ds4py.server.requests.request import (
+    ChatMessage,
+    Conversation,
+    OutputFormat,
+    PastCall,
+    Toolbox,
+    ToolName,
+)
 
-DEFAULTS = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
+SAMPLING = SamplingParams(temperature=0.7, top_k=11, top_p=0.9, min_p=0.1, seed=3)
+DEFAULTS = ServerConfig(sampling=SAMPLING, max_tokens=1234)
 
 
 def read(given="hi", **fields):
@@ -19,7 +27,7 @@ def read(given="hi", **fields):
 
 
 def turns(*items):
-    return read(list(items)).messages
+    return read(list(items)).prompt.messages
 
 
 def refusal(given="hi", **fields):
@@ -35,14 +43,14 @@ def say(role, text, **more):
 
 def test_a_text_is_one_message_behind_the_instructions():
     asked = read(instructions="Be brief.")
-    assert asked.messages == (ChatMessage("system", "Be brief."), ChatMessage("user", "hi"))
+    assert asked.prompt.messages == (ChatMessage("system", "Be brief."), ChatMessage("user", "hi"))
 
 
 def test_every_field_is_read():
     options = read(
         model="m", max_output_tokens=5, temperature=0, top_p=0.5, top_k=1, seed=8, stop=["x"],
         stream=True, reasoning={"effort": "max", "summary": "auto"},
-    ).options  # fmt: skip
+    )  # fmt: skip
     assert options.sampling == SamplingParams(
         temperature=0.0, top_k=11, top_p=0.5, min_p=0.1, seed=3
     ), "top_k, seed and stop are not of this dialect"
@@ -51,8 +59,8 @@ def test_every_field_is_read():
 
 
 def test_the_later_of_the_two_budgets_wins():
-    assert read(max_tokens=1, max_output_tokens=2).options.max_tokens == 2
-    assert read(max_output_tokens=2, max_tokens=1).options.max_tokens == 1
+    assert read(max_tokens=1, max_output_tokens=2).max_tokens == 2
+    assert read(max_output_tokens=2, max_tokens=1).max_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -60,8 +68,8 @@ def test_the_later_of_the_two_budgets_wins():
     [("auto", True), ("concise", True), ("detailed", True), ("none", False), (None, False)],
 )
 def test_reasoning_is_shown_only_if_asked_for(summary, shown):
-    assert read(reasoning={"summary": summary}).summary is shown
-    assert read().summary is False
+    assert read(reasoning={"summary": summary}).show_reasoning is shown
+    assert read().show_reasoning is False
 
 
 def test_a_round_with_a_tool():
@@ -121,7 +129,7 @@ def test_other_kinds_of_calls_and_results():
 def test_tools_that_a_search_found_can_be_called():
     item = {"type": "tool_search_output", "call_id": "c", "tools": [{"name": "h"}]}
     asked = read([say("user", "x"), item])
-    assert asked.toolbox.texts == ('{"name": "h"}',)
+    assert asked.prompt.tools.in_prompt == ('{"name": "h"}',)
 
 
 def test_tools_of_every_kind():
@@ -132,26 +140,57 @@ def test_tools_of_every_kind():
         {"type": "tool_search"},
         {"type": "web_search"},
     ]
-    box = read(tools=tools).toolbox
-    listed = [json.loads(text) for text in box.texts]
+    box = read(tools=tools).prompt.tools
+    listed = [json.loads(text) for text in box.in_prompt]
     assert [tool["name"] for tool in listed] == ["f", "ns__g", "patch", "tool_search"]
-    assert box.texts[0] == json.dumps(tools[0]), "a plain function in the client's own words"
+    assert box.in_prompt[0] == json.dumps(tools[0]), "a plain function in the client's own words"
     assert list(listed[2]["parameters"]["properties"]) == ["input"]
-    assert box.named("f") == Named("function", "f")
-    assert box.named("ns__g") == Named("function", "g", "ns__")
+    assert box.named("f") == ToolName("function", "f")
+    assert box.named("ns__g") == ToolName("function", "g", "ns__")
     assert (box.named("patch").kind, box.named("tool_search").kind) == ("custom", "tool_search")
     assert len(box.sources) == 5
-    assert read(tools=tools, tool_choice="none").toolbox.texts == ()
+    assert read(tools=tools, tool_choice="none").prompt.tools.in_prompt == ()
+
+
+RESULT = [{"type": "function_call_output", "call_id": "t", "output": "r"}]
+PATCH = '{"type": "custom", "name": "patch"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, ["patch"]),
+        ({"tools": None}, ["patch"]),
+        ({"tools": []}, []),
+        ({"tools": [{"name": "f"}]}, ["f"]),
+        ({"tool_choice": "none"}, []),
+    ],
+)
+def test_results_alone_go_on_with_what_was_said_and_with_its_tools_unless_the_body_names_some(
+    fields, names
+):
+    pending, said = PendingTools(), ChatMessage("user", "hi")
+    pending.keep(["t"], Conversation((said,), Toolbox((PATCH,))))
+    body = json.dumps({"input": RESULT, "instructions": "new", **fields}).encode()
+    prompt = read_responses(body, DEFAULTS, pending).prompt
+    assert prompt.messages == (said, ChatMessage("tool", "r", call_id="t"))
+    assert [json.loads(text)["name"] for text in prompt.tools.in_prompt] == names
+    assert prompt.tools.named("patch").kind == ("custom" if "patch" in names else "function")
+
+
+def test_results_of_calls_that_nobody_knows_are_refused():
+    with pytest.raises(RequestError, match="call_id 't' is unknown to the live session"):
+        read_responses(json.dumps({"input": RESULT}).encode(), DEFAULTS, PendingTools())
 
 
 def test_the_form_of_an_answer():
     schema = {"type": "object"}
     text = {"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}}
-    assert read(text=text).options.form == OutputFormat(
-        "json_schema", json.dumps(schema), strict=True
+    assert read(text=text).output_format == OutputFormat(
+        GrammarKind.JSON_SCHEMA, json.dumps(schema), strict=True
     )
-    assert read(text={"format": {"type": "text"}}).options.form is None
-    assert read(text={"verbosity": "low"}).options.form is None
+    assert read(text={"format": {"type": "text"}}).output_format is None
+    assert read(text={"verbosity": "low"}).output_format is None
 
 
 @pytest.mark.parametrize(

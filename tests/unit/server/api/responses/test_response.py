@@ -1,11 +1,10 @@
-"""Replies of `/v1/responses`: docs/spec/server-and-cli.md 1.13, C37 to C41."""
+"""Replies of `/v1/responses`: docs/spec/server-and-cli.md#responses, C37 to C41."""
 
 import json
 
 import pytest
 
 from ds4py.server.api.responses.response import ResponsesReply
-from ds4py.server.api.responses.tools import Named, Toolbox
 from ds4py.server.requests.events import (
     Answer,
     CallClosed,
@@ -16,14 +15,15 @@ from ds4py.server.requests.events import (
     Tally,
     TextPiece,
 )
+from ds4py.server.requests.request import Toolbox, ToolName
 
 TALLY = Tally(n_prompt=10, n_cached=4, n_completion=3, n_reasoning=2)
 DONE = Done(finish="stop", tally=TALLY)
 BOX = Toolbox(
     names={
-        "ns__f": Named("function", "f", "ns__"),
-        "patch": Named("custom", "patch"),
-        "tool_search": Named("tool_search", "tool_search"),
+        "ns__f": ToolName("function", "f", "ns__"),
+        "patch": ToolName("custom", "patch"),
+        "tool_search": ToolName("tool_search", "tool_search"),
     }
 )
 

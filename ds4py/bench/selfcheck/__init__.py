@@ -1,1 +1,0 @@
-"""`ds4py-bench --self`: ratios against named baselines, section by section."""

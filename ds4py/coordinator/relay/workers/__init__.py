@@ -1,0 +1,1 @@
+"""The workers of a coordinator: how they are found, greeted, listed and lost."""

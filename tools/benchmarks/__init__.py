@@ -1,0 +1,1 @@
+"""What ./tools/bench measures: ratios to named baselines, section by section."""
