@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from ds4py.gguf.file import GgufFile
-from ds4py.gguf.write import save_gguf
 from tools import toy_decoder
+from tools.gguf_writer import save_gguf
 from tools.toy_decoder import Sizes
 
 _SMALL = Sizes(
