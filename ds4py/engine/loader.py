@@ -154,7 +154,7 @@ def check_tensors(
     file.require({*required, *found}, can_decode=FORMATS.__contains__)
     for name in found:
         info, need = file.tensors[name], needs[name]
-        if _without_ones(info.shape) != _without_ones(need.shape):
+        if not need.fits(info.shape):
             raise ModelError(f"tensor {name}", got=f"shape {info.shape}", expected=need.shape)
         if need.types and info.type_name not in need.types:
             expected = " or ".join(need.types)
@@ -168,11 +168,6 @@ def check_tensors(
                 expected=f"only the tensors of architecture {shape.architecture}; "
                 "the file is of a variant that ds4py does not compute",
             )
-
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop axes of length 1, which some writers add and others leave away."""
-    return tuple(size for size in shape if size != 1)
 
 
 def _check_last_layer(file: GgufFile, shape: Shape, layers: LayerRange) -> None:
@@ -213,7 +208,8 @@ class _TensorReader:
         if info is None:
             return None
         with self._file.raw(name) as data:
-            shape = self._needs[name].shape  # as it was checked, except for axes of length 1
+            need = self._needs[name]
+            shape = info.shape if need.more_rows else need.shape  # equal but for axes of length 1
             tensor = QuantTensor.from_bytes(name, info.type_id, shape, data, self._device)
         self._file.release(name)
         self._done += info.n_bytes

@@ -27,13 +27,18 @@ from ds4py.kernels.cpu.attention import CACHE_TYPES, AttentionHeads
 from ds4py.kernels.cpu.blocks import LAYOUTS
 from ds4py.kernels.cpu.trust import TRUST, Check
 from ds4py.layers import compare as steps
+from ds4py.layers.block_spec import ACTIVATIONS
 
 log = logging.getLogger(__name__)
 
 _FILE: Final = "kernels.json"
 _MOST_BYTES: Final = 1 << 20
 _MOST_PROCESSORS: Final = 8
-_HEADS: Final = (AttentionHeads(2, 4, 64, 64), AttentionHeads(3, 1, 80, 32))
+_HEADS: Final = (
+    AttentionHeads(2, 4, 64, 64),
+    AttentionHeads(3, 1, 80, 32),
+    AttentionHeads(2, 2, 64, 64, norm_eps=1e-6, scale=0.2, window=21, soft_cap=5.0, sinks=True),
+)
 """Of the attention that the self-test compares; a model's own are compared when it is loaded."""
 
 
@@ -83,7 +88,8 @@ def _checks() -> Iterator[tuple[str, Check]]:
     for form in LAYOUTS:
         yield compare.kernel_name(form), partial(compare.compare_products, form)
     yield steps.NORM, steps.compare_norm
-    yield steps.GATE, steps.compare_gate
+    for activation in ACTIVATIONS:
+        yield steps.gate_name(activation), partial(steps.compare_gate, activation)
     yield steps.SINKHORN, steps.compare_sinkhorn
     for heads in _HEADS:
         for dtype in CACHE_TYPES:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
 from ds4py.layers.rope import RopeParams
 
 Activation = Literal["silu", "gelu"]
 """What the gate goes through; "gelu" is the form with tanh."""
+
+ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
 
 QkNorm = Literal["none", "head", "whole"]
 """RMS norm of queries and keys before the rotation: of each head, or of all heads as one vector."""

@@ -50,6 +50,17 @@ def heads_of(spec: AttentionSpec, norm_eps: float | None) -> AttentionHeads:
     )
 
 
+def heads_refusal(spec: AttentionSpec) -> str | None:
+    """Say why the attention kernel cannot do this, from the description alone; None if it can."""
+    heads = heads_of(spec, None)
+    if heads.fits:
+        return None
+    return (
+        f"heads of {heads.width} values, {heads.n_rotated} of them rotated: "
+        "the kernels take multiples of 16"
+    )
+
+
 def refusal(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.dtype) -> str | None:
     """Say why the kernels cannot run these layers; None if they can.
 
@@ -58,14 +69,11 @@ def refusal(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.d
     if device.type != "cpu" or dtype is not torch.bfloat16:
         return "only bfloat16 on the CPU has them"
     for layer in layers:
-        heads = heads_of(layer.spec.attention, 0.0)
-        if not heads.fits:
-            return (
-                f"heads of {heads.width} values, {heads.n_rotated} of them rotated: "
-                "the kernels take multiples of 16"
-            )
-        if not all(matrix.is_packed for matrix in layer.matrices):
-            return "a matrix is of a type without packed product"
+        if (reason := heads_refusal(layer.spec.attention)) is not None:
+            return reason
+        for matrix in layer.matrices:
+            if not matrix.is_packed:
+                return f"{matrix.name}: the type has no product with packed blocks"
     for layer in {(layer.spec, layer.kv.dtype): layer for layer in layers}.values():
         # one comparison for all layers that are alike
         if not trusts_steps(_Part(layer).heads, layer.kv.dtype, _activation(layer)):

@@ -44,12 +44,12 @@ class KvRows(NamedTuple):
         self.values[:, start:end].copy_(codes.flatten(2))
         torch.mul(largest, 1 / LARGEST_CODE, out=self.scales[:, start:end])
 
-    def read(self, n_rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first rows as floats `[2 G, n_rows, D]`; may share memory."""
-        values = self.values[:, :n_rows]
+    def read(self, end: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """Return the rows from `start` to `end` as floats `[2 G, T, D]`; may share memory."""
+        values = self.values[:, start:end]
         if self.scales is None:
             return values.to(dtype)
-        blocks = _blocks(values, self.scales) * self.scales[:, :n_rows].unsqueeze(3)
+        blocks = _blocks(values, self.scales) * self.scales[:, start:end].unsqueeze(3)
         return blocks.to(dtype).flatten(2)
 
 

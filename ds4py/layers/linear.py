@@ -77,6 +77,10 @@ class PackedLinear:
         bias: float32 `[sum(N_i)]`, or None.
         budget: Memory for decoded weights; None keeps none.
 
+    Attributes:
+        dtype: As given.
+        name: The matrices' names in the file.
+
     Raises:
         ModelError: The matrices have different widths.
     """
@@ -96,6 +100,7 @@ class PackedLinear:
                     tensor.name, got=f"shape {tensor.shape}", expected=f"[rows, {width}]"
                 )
         self.dtype = dtype
+        self.name = " + ".join(tensor.name for tensor in tensors)
         self._n_rows = sum(tensor.shape[0] for tensor in tensors)
         self._bias = None if bias is None else bias.to(dtype)
         self._products = [

@@ -114,13 +114,15 @@ class SegmentAttention:
             kv.write(pos0, heads[start:end, spec.n_head :].transpose(0, 1))
             q = heads[start:end, : spec.n_head]
             q = q.view(segment.n_tokens, spec.n_head_kv, -1, spec.d_head)
-            # a single token is multiplied in float32 in every mode, see `attend_one`
-            is_one = segment.n_tokens == 1
-            seen = kv.read(pos0 + segment.n_tokens, torch.float32 if is_one else self._dtype)
+            # a single token is multiplied in float32 in every mode, see `attend_one`; what a
+            # window has left behind is not even read, so positions count from its first key
+            is_one, first = segment.n_tokens == 1, weights.scores.first_key(pos0)
+            kind = torch.float32 if is_one else self._dtype
+            seen = kv.read(pos0 + segment.n_tokens, kind, first)
             if is_one:
-                attended = attend_one(q[0], seen, pos0 + 1, weights.scores)
+                attended = attend_one(q[0], seen, pos0 - first + 1, weights.scores)
             else:
-                attended = _attend_chunk(q, seen, pos0, weights)
+                attended = _attend_chunk(q, seen, pos0 - first, weights)
             parts.append(attended.to(self._dtype))
             start = end
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -30,11 +30,23 @@ class TensorNeed:
         shape: Expected shape, row-major.
         optional: Whether the slice works without it.
         types: Names of the tensor types that fit; empty accepts every type that can be decoded.
+        more_rows: Whether the first axis may be longer; then all of it is handed over.
     """
 
     shape: tuple[int, ...]
     optional: bool = False
     types: tuple[str, ...] = ()
+    more_rows: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of a file is of the expected shape.
+
+        Axes of length 1 are no difference: some writers add them, others leave them away.
+        """
+        found, wanted = ([size for size in one if size != 1] for one in (shape, self.shape))
+        if self.more_rows and found and wanted and found[0] > wanted[0]:
+            return found[1:] == wanted[1:]
+        return found == wanted
 
 
 Take = Callable[[str], QuantTensor | None]

@@ -10,7 +10,6 @@ A scale belongs to 256 values, whose largest counts 16383 steps: 16 of them time
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from functools import cache
 from typing import Final
 
@@ -46,24 +45,14 @@ class Quantized:
 
     def __init__(self, n_rows: int, width: int):
         self.n_rows, self.width, self.n_chunks = n_rows, width, -(-width // CHUNK)
-        self._hold(
+        arrays = (
             KernelBuffer.empty((n_rows, width), torch.int16),
             KernelBuffer.empty((n_rows, self.n_chunks)),
             KernelBuffer.empty((n_rows, width // LANES)),
             KernelBuffer.empty((n_rows, self.n_chunks * CHUNK), torch.int16),
         )
-
-    def _hold(self, *arrays: KernelBuffer) -> None:
-        self._arrays = arrays
         self.codes, self.scales, self.sums, self.paired = (array.tensor for array in arrays)
         self.addresses = tuple(array.address for array in arrays)
-
-    def part(self, start: int, end: int) -> Quantized:
-        """Return some rows; shares the memory."""
-        some = copy(self)
-        some.n_rows = end - start
-        some._hold(*(whole.rows(start, end) for whole in self._arrays))
-        return some
 
 
 TARGETS: Final = ("codes", "scales", "sums", "paired")

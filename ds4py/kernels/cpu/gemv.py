@@ -72,7 +72,13 @@ class PackedRows:
         self._place = (raw.address, self.n_rows, self._n_blocks, units.address)
 
     def multiply(
-        self, x: Quantized, y: KernelBuffer, *, column: int = 0, add: bool = False
+        self,
+        x: Quantized,
+        y: KernelBuffer,
+        *,
+        column: int = 0,
+        add: bool = False,
+        rows: tuple[int, int] | None = None,
     ) -> None:
         """Multiply rows of activations.
 
@@ -81,6 +87,7 @@ class PackedRows:
             y: float32 `[T, M]`; some `N` columns get the result.
             column: The first of them.
             add: Add it to what `y` holds.
+            rows: First row of `x` and `y`, and the one behind the last; None for all.
 
         Raises:
             KernelError: The sizes do not fit; `y` is as before.
@@ -93,11 +100,15 @@ class PackedRows:
                 got=f"activations [{x.n_rows}, {x.width}] into {y.shape} from column {column} on",
                 expected=f"[T, {self.width}] into [T, at least {column + self.n_rows}]",
             )
+        done, end = rows or (0, x.n_rows)
+        if not 0 <= done <= end <= x.n_rows:
+            raise KernelError("rows of a product", got=rows, expected=f"inside 0 to {x.n_rows}")
         codes, scales, sums, paired = x.addresses
-        out, done = y.address + 4 * column, 0
+        out, alone = y.address + 4 * column, end - done == 1
+        # one pass over the weights for as many rows as fit: they are read from memory once
         for count in ROWS_AT_ONCE:
-            while x.n_rows - done >= count:
-                _product(self._form, count, alone=x.n_rows == 1).parallel(
+            while end - done >= count:
+                _product(self._form, count, alone=alone).parallel(
                     *self._place,
                     codes + 2 * done * x.width,
                     scales + 4 * done * x.n_chunks,
@@ -146,6 +157,7 @@ def _fix(form: str) -> Kernel:
     layout = LAYOUTS[form]
     k = Code(f"fix {form}", ("weights", "n_out", "n_blocks", "units", "raw"))
     b, n_blocks = k.b, k.integer("n_blocks")
+    # threads get multiples of 16 rows: their results then lie in cache lines of their own
     with k.loop(*k.share(k.integer("n_out"), 16)) as row:
         largest = k.variable(k.full(I32, LANES, 0))
         factor = k.variable(F32(0))
@@ -161,7 +173,9 @@ def _fix(form: str) -> Kernel:
         most = b.bitcast(k.reduce("smax", largest.get()), F32)
         for_weights = b.fdiv(most, F32(_LARGEST_WEIGHT))
         for_factors = b.fdiv(factor.get(), F32(_LARGEST_FACTOR))
-        unit = k.larger(for_factors, for_weights)  # no number if a weight is none
+        # the coarser of both, so that neither weights nor their factors leave 16 bits; no number if
+        # a weight is none
+        unit = k.larger(for_factors, for_weights)
         step = b.select(b.fcmp_ordered("==", unit, F32(0)), F32(0), b.fdiv(F32(1), unit))
         k.store(unit, k.at(k.pointer("units"), row, 4))
         with k.loop(0, n_blocks) as number:
@@ -237,6 +251,7 @@ def _weights(k: Code, layout: BlockLayout, at: Value) -> list[Value]:
     weights = []
     for group, codes in enumerate(parts.codes):
         lanes = _lanes(group, parts)
+        # codes to the top of 16 bits: the upper half of the product is then the weight, rounded
         shifted = k.b.shl(codes, k.full(I16, GROUP, 15 - layout.code_bits))
         value = k.multiply_high(shifted, k.pick(scales, lanes))
         weights.append(value if minima is None else k.b.sub(value, k.pick(minima, lanes)))
@@ -300,6 +315,7 @@ def _product(form: str, n_rows: int, *, alone: bool) -> Kernel:
     whole = b.mul(b.udiv(n_blocks, I64(together)), I64(together))
     with k.loop(*k.share(k.integer("n_out"), 16)) as row:
         tile = _Tile(k, form, row, n_rows)
+        # the one place where a batch of one is computed otherwise: see `_Tile.add_scaled`
         scaled = alone and LAYOUTS[form].scale_bits > 0
         with k.loop(0, whole, together) as first:
             if scaled:
@@ -307,6 +323,8 @@ def _product(form: str, n_rows: int, *, alone: bool) -> Kernel:
             else:
                 tile.add_chunk(first, together)
         if together > 1:
+            # rows need not be whole chunks: what is left is summed by a loop of its own, so that
+            # the one above needs no test in it
             left = b.icmp_signed(">", n_blocks, whole)
             with k.loop(0, b.zext(left, I64)):
                 tile.add_rest(whole, n_blocks)
@@ -327,6 +345,8 @@ class _Tile:
         """Add the products of a whole chunk."""
         k = self._k
         sums = [k.full(I32, LANES, 0) for _ in self._totals]
+        # written out, not a loop: addresses become constants, and sums stay in registers. Weights
+        # are decoded once for all rows of activations, which is what makes few rows nearly free
         for number in range(n_blocks):
             block = k.b.add(first, I64(number))
             for group, weights in enumerate(self._weights(block)):
@@ -350,6 +370,8 @@ class _Tile:
             sums[number % 2] = own
         total = b.fadd(*sums)
         if minima is not None:
+            # sum of (code * scale - minimum) * x = sum of code * scale * x - minimum * sum of x:
+            # the sums of 16 activations were made when they were rounded
             n = minima.type.count
             spread = k.pick(minima, [lane * n // LANES for lane in range(LANES)])
             x_sums = k.load(vector(F32, LANES), k.at(k.pointer("sums"), block, 4 * LANES))
@@ -424,6 +446,7 @@ class _Tile:
         for row, total in enumerate(self._totals):
             place = b.add(b.mul(k.integer("stride"), I64(row)), self._row)
             target = k.at(k.pointer("out"), place, 4)
+            # a select, not a branch: what a result held may be no number, and must not be added
             adds = b.icmp_signed("!=", k.integer("add"), I64(0))
             before = b.select(adds, k.load(F32, target), F32(0))
             k.store(b.fadd(before, b.fmul(k.total(total.get()), unit)), target)

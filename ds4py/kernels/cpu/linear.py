@@ -95,7 +95,7 @@ class ExpertBlocks:
         for expert, start, end in groups:
             part = self._part(expert)
             if codes is not None and end - start <= FEW_ROWS:
-                part.multiply(codes.part(start, end), y.rows(start, end))
+                part.multiply(codes, y, rows=(start, end))
             else:
                 y.tensor[start:end] = multiply_decoded(part, x[start:end].bfloat16())
         return y.tensor

@@ -155,6 +155,8 @@ def _attend_split(  # noqa: PLR0913, PLR0915, PLR0917
     first = oldest + split * length
     end = tl.minimum(first + length, n_keys)
     head, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    # the matrix units take at least 16 rows, and widths that are powers of two: what is padded is
+    # read as 0, adds nothing to a score, and is not stored
     is_head, is_column = head < PER_GROUP, column < D
     own = is_head[:, None] & is_column[None, :]
     rows = tl.load(addresses + session).to(tl.pointer_type(KIND))
@@ -177,6 +179,8 @@ def _attend_split(  # noqa: PLR0913, PLR0915, PLR0917
             power = tl.exp2(score * (2 * 1.4426950408889634 / CAP))
             score = (1 - 2 / (power + 1)) * (CAP * 1.4426950408889634)
         score = tl.where(seen[None, :], score, -float("inf"))
+        # the running softmax: what was summed up so far shrinks when a larger score comes; a block
+        # has at least one key that is seen, so `highest` is a number
         highest = tl.maximum(largest, tl.max(score, 1))
         weight = tl.exp2(score - highest[:, None])
         kept = tl.exp2(largest - highest)

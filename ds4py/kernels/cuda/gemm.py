@@ -67,6 +67,7 @@ def gemv(
     x3 = _row(x, token + 3, n_tokens, n_parts * (LANES * PLANES))
     part = tl.arange(0, TILE)[:, None]
     lane = tl.arange(0, LANES)[None, :]
+    # one sum for each place in the tile, joined at the end: the order follows from TILE alone
     y0 = tl.zeros([TILE, LANES], tl.float32)
     y1, y2, y3 = y0, y0, y0
     for first in range(0, n_parts, TILE):
@@ -75,7 +76,7 @@ def gemv(
         column = first * (LANES * PLANES) + _column(part, lane, LANES, PLANES, WIDTH)
         for plane in tl.static_range(PLANES):
             codes, scale, offset = plane_of(block, part % PARTS, lane, inside, table, FORMAT, plane)
-            weights = tl.fma(codes, scale, offset)
+            weights = tl.fma(codes, scale, offset)  # once for all tokens of the program
             own = column + plane * WIDTH
             y0 += weights * _values(x0 + own, inside)
             if TOKENS > 1:
@@ -131,6 +132,8 @@ def gemm(
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    # rows and tokens behind the last ones are computed from the last ones, or from zeros, and not
+    # stored: a tile of the matrix units has a fixed size, and masks on packed bytes cost more
     packed_row = tl.minimum(row, n_rows - 1).to(tl.int64)
     start = raw + packed_row[:, None, None] * (n_parts // PARTS) * BLOCK_BYTES
     tokens = x + token[None, :].to(tl.int64) * n_parts * (LANES * PLANES)
@@ -147,6 +150,7 @@ def gemm(
             codes, scale, offset = plane_of(
                 block, part % PARTS, lane, part < n_parts, table, FORMAT, plane
             )
+            # a weight behind a row's end times a value that is 0: `there` masks the other side
             weights = tl.reshape(tl.fma(codes, scale, offset), (ROWS, TILE * LANES))
             values = tl.load(tokens + column + plane * WIDTH, mask=there, other=0.0)
             sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")

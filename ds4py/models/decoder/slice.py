@@ -164,7 +164,8 @@ class DecoderSlice:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 `[T, V]` for float32 `[T, W]`."""
         assert self._head is not None, "only a slice with the head gives logits"
-        logits, shape = self._head(hidden), self._shape
+        shape = self._shape
+        logits = self._head(hidden)[:, : shape.n_vocab]  # the file may have rows for no token
         if shape.logit_scale != 1:
             logits = logits * shape.logit_scale
         if shape.logit_soft_cap:

@@ -49,14 +49,16 @@ def model_needs(
         embeds: Whether the embedding is wanted.
         head: Whether final norm and output head are wanted.
     """
+    # image tokens and padding have rows, too, but no text is made of them
+    vocabulary = TensorNeed((n_vocab, n_embd), more_rows=True)
     needs = {}
     if n_rotated:
         needs[ROPE_FACTORS] = TensorNeed((n_rotated // 2,), optional=True)
     if embeds:
-        needs[EMBEDDING] = TensorNeed((n_vocab, n_embd))
+        needs[EMBEDDING] = vocabulary
     if head:
         needs[NORM] = TensorNeed((n_embd,))
-        needs[HEAD if may_have(HEAD) else EMBEDDING] = TensorNeed((n_vocab, n_embd))
+        needs[HEAD if may_have(HEAD) else EMBEDDING] = vocabulary
     return needs
 
 

@@ -163,16 +163,16 @@ class DecoderWeights:
         return self._ropes[params]
 
     def _stack(
-        self, names: Sequence[str], orders: Sequence[torch.Tensor | None] = (None,) * 3
+        self, names: Sequence[str], orders: Sequence[torch.Tensor | None] = ()
     ) -> PackedLinear:
         """Return matrices with their biases, one below the other.
 
         Args:
             names: Without suffix.
-            orders: Of the rows of each; None keeps the file's.
+            orders: Of the rows of each; None keeps the file's, and no orders keep all.
         """
         tensors, biases = [], []
-        for name, order in zip(names, orders, strict=False):
+        for name, order in zip(names, orders or [None] * len(names), strict=True):
             tensor, bias = self._needed(f"{name}.weight"), self.vector(f"{name}.bias")
             biases.append(None if bias is None else _ordered(bias, order))
             tensors.append(tensor if order is None else _rows_ordered(tensor, order))

@@ -219,6 +219,16 @@ def test_every_family_has_an_identity_of_its_own(folder):
     assert "feed_forward.n_expert=6" in texts["qwen3moe"]
 
 
+def test_rows_of_the_embedding_for_no_token_are_never_an_answer(folder):
+    path = made(folder, "gemma3")
+    (want,) = (run([opened(path)], 1, 0, 40),)
+    fewer = rewritten(path, keys={"gemma3.vocab_size": 390})
+    assert np.array_equal(run([opened(fewer)], 1, 0, 40), want[:390])
+    more = rewritten(path, keys={"gemma3.vocab_size": 410})
+    with pytest.raises(ModelError, match=r"token_embd.weight: got shape \(400, 64\)"):
+        opened(more)
+
+
 def test_layers_that_predict_further_tokens_are_none_of_the_model(folder):
     path = rewritten(made(folder, "qwen3"), keys={"qwen3.nextn_predict_layers": 1})
     assert shape_of(path).n_layers == 2

@@ -28,6 +28,7 @@ from ds4py.layers.rope import RopeParams
 from ds4py.models.base import DeviceSpec
 from ds4py.models.decoder.shape import DecoderShape
 from ds4py.models.decoder.slice import DecoderSlice
+from ds4py.models.decoder.tensors import Names
 from ds4py.quant.tensor import QuantTensor
 from tests.unit.models.decoder_reference import Model, ReferenceDecoder, Rules
 
@@ -100,7 +101,15 @@ def models(halves: st.SearchStrategy) -> st.SearchStrategy[DecoderShape]:
         embedding_scale=st.sampled_from([1.0, 8.0]),
         logit_scale=st.sampled_from([1.0, 0.5]),
         logit_soft_cap=st.sampled_from([0.0, 3.0]),
-    )
+        names=st.sampled_from([Names(), Names(ffn_norm="post_attention_norm")]),
+    ).map(with_names_apart)
+
+
+def with_names_apart(shape: DecoderShape) -> DecoderShape:
+    """A norm behind the attention already has the other name of the norm before the second half."""
+    if any(block.norm_after for block in shape.blocks):
+        return replace(shape, names=Names())
+    return shape
 
 
 def tensors(shape: DecoderShape, kind: str, seed: int) -> dict[str, QuantTensor]:
@@ -129,6 +138,8 @@ def plain(shape: DecoderShape, weights: dict[str, QuantTensor]) -> ReferenceDeco
     """The same in the reference's own words."""
     values = {name: np.asarray(one.decode(), np.float64) for name, one in weights.items()}
     factors = values.pop("rope_freqs.weight", None)
+    own_name = f".{shape.names.ffn_norm}.weight"
+    values = {name.replace(own_name, ".ffn_norm.weight"): one for name, one in values.items()}
     layers = []
     for block in shape.blocks:
         own, half = block.attention, block.feed_forward
@@ -182,6 +193,10 @@ def distance(got: torch.Tensor, expected: np.ndarray) -> float:
     return float(np.abs(got.double().numpy() - expected).max() / np.ptp(expected))
 
 
+def refusals(model: DecoderSlice) -> dict[str, str | None]:
+    return {backend.name: backend.refusal for backend in model.backends}
+
+
 seeds = st.integers(0, 1 << 16)
 
 
@@ -206,9 +221,7 @@ def test_kernels_of_the_cpu_are_close_to_the_reference(shape, seed):
     expected = plain(shape, weights).logits(tokens)
     model = loaded(shape, weights, torch.bfloat16)
     note(shape.canonical())
-    assert {backend.name: backend.refusal for backend in model.backends}[
-        "kernels of the CPU"
-    ] is None
+    assert refusals(model)["kernels of the CPU"] is None
     assert distance(logits(model, tokens, [1] * 20), expected) < BF16_LIMIT
 
 
@@ -228,7 +241,7 @@ def test_kernels_of_the_cpu_agree_with_torch_to_the_last_rounding(shape, seed):
         got := hidden.clone(), [Segment(cache[:1], 19, 1), Segment(others[0][:1], 3, 1)]
     )
     first = DecoderSlice(
-        exact._shape, exact.layers[:1], dtype=torch.float32, device=torch.device("cpu"),
+        shape, exact.layers[:1], dtype=torch.float32, device=torch.device("cpu"),
         embedding=None, head=None,
     )  # fmt: skip
     want = first.forward(
@@ -280,10 +293,26 @@ def test_a_layer_that_kernels_cannot_do_is_refused_with_the_reason():
         blocks=(BlockSpec(attention=attention, feed_forward=FeedForwardSpec(n_ff=32)),),
     )  # fmt: skip
     model = loaded(shape, tensors(shape, "F32", 0), torch.bfloat16)
-    told = {backend.name: backend.refusal for backend in model.backends}
+    told = refusals(model)
     assert told["torch"] is None
     assert "heads of 24 values, 8 of them rotated" in told["kernels of the CPU"]
     assert "only a GPU" in told["recorded steps of the GPU"]
+
+
+def test_a_matrix_without_packed_product_is_named():
+    attention = AttentionSpec(
+        n_head=2, n_head_kv=1, d_head=32, rope=RopeParams(n_dims=32, base=100.0)
+    )
+    shape = DecoderShape(
+        architecture="described", n_vocab=V, n_embd=W, norm_eps=EPS, n_ctx_train=N_CTX,
+        blocks=(BlockSpec(attention=attention, feed_forward=FeedForwardSpec(n_ff=32)),) * 2,
+    )  # fmt: skip
+    weights = tensors(shape, "Q8_0", 0)
+    weights["blk.1.ffn_down.weight"] = tensors(shape, "F16", 0)["blk.1.ffn_down.weight"]
+    told = refusals(loaded(shape, weights, torch.bfloat16))
+    assert told["kernels of the CPU"] == (
+        "blk.1.ffn_down.weight: the type has no product with packed blocks"
+    )
 
 
 def test_values_of_the_cache_are_refused_by_recorded_steps_only_as_codes():

@@ -7,15 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from ds4py.errors import KernelError
 from ds4py.kernels.cpu import attention, fused
 from ds4py.kernels.cpu.activations import Quantized
-from ds4py.kernels.cpu.attention import AttentionHeads, CachedPosition
+from ds4py.kernels.cpu.attention import AttentionHeads, CachedPosition, HeadWeights
 from ds4py.kernels.cpu.fused import FusedNorm
 from ds4py.kernels.cpu.jit import F32, LANES, Code, vector
 from ds4py.kernels.memory import KernelBuffer
+from ds4py.kernels.scores import ScoreRules
 from ds4py.layers.attention import attend_one
 from ds4py.layers.norm import RmsNorm
 from ds4py.layers.rope import Rope, RopeParams
@@ -204,6 +205,79 @@ def test_attention_equals_its_reference(heads, position):
     # and no other row was touched
     kv[:, position] = expected_kv[:, position] = 0
     torch.testing.assert_close(kv, expected_kv, rtol=0, atol=0, equal_nan=True)
+
+
+RULED = {
+    "normed": AttentionHeads(2, 2, 32, 16, norm_eps=1e-5),
+    "scaled": AttentionHeads(2, 2, 32, 16, scale=0.3),
+    "window": AttentionHeads(2, 2, 32, 16, window=20),
+    "window of one": AttentionHeads(1, 3, 16, 0, window=1),
+    "capped": AttentionHeads(2, 2, 32, 16, soft_cap=1.5),
+    "sinks": AttentionHeads(2, 3, 32, 16, sinks=True),
+    "all": AttentionHeads(
+        3, 2, 48, 32, norm_eps=1e-6, scale=0.2, window=33, soft_cap=3.0, sinks=True
+    ),
+}
+
+
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 19, 20, 21, 32, 33, 40, 100])
+@pytest.mark.parametrize("rule", RULED)
+def test_rules_of_an_attention_equal_torchs(rule, position):
+    heads, qkv = RULED[rule], token(RULED[rule], position)
+    n_heads, width = heads.n_groups * heads.per_group, heads.width
+    q_norm, k_norm, sinks = normal(width, seed=7), normal(width, seed=8), normal(n_heads, seed=9)
+    kv = cache_of(heads, position).float()
+    expected_kv, rows = kv.clone(), qkv.clone().view(1, -1, width)
+    if heads.norm_eps is not None:
+        for part, weight in ((slice(n_heads), q_norm), (slice(n_heads, -heads.n_groups), k_norm)):
+            rows[0, part] = RmsNorm(weight, heads.norm_eps, torch.float32)(rows[0, part])
+    rope = rope_of(heads)
+    rope.rotate_(rows[:, : n_heads + heads.n_groups], rope.at(position, 1))
+    expected_kv[:, position] = rows[0, n_heads:]
+    rules = ScoreRules(
+        scale=heads.scale, window=heads.window, soft_cap=heads.soft_cap,
+        sinks=sinks if heads.sinks else None,
+    )  # fmt: skip
+    q = rows[:, :n_heads].reshape(heads.n_groups, heads.per_group, width)
+    expected = attend_one(q, expected_kv, position + 1, rules)
+    out = torch.full((1, heads.n_queries), math.nan)
+    place = CachedPosition(buffer(kv), None, position, buffer(rope.at(position, 1)))
+    weights = HeadWeights(buffer(q_norm), buffer(k_norm), buffer(sinks))
+    attention.attend(heads, buffer(qkv.clone().unsqueeze(0)), 0, place, buffer(out), weights)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=3e-6)
+    torch.testing.assert_close(kv, expected_kv, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (HeadWeights(), "norm of queries: got nothing"),
+        (HeadWeights(q_norm=buffer(torch.ones(48))), "norm of keys: got nothing"),
+        (HeadWeights(buffer(torch.ones(32)), buffer(torch.ones(48))), "norm of queries: got"),
+        (HeadWeights(buffer(torch.ones(48)), buffer(torch.ones(48))), "sinks: got nothing"),
+    ],
+)
+def test_missing_weights_of_heads_are_refused_before_memory_is_written(given, message):
+    heads, out = RULED["all"], torch.zeros(1, RULED["all"].n_queries)
+    kv = cache_of(heads, 5)
+    place = CachedPosition(buffer(kv), None, 5, buffer(rope_of(heads).at(5, 1)))
+    with pytest.raises(KernelError, match=message):
+        attention.attend(heads, buffer(token(heads).unsqueeze(0)), 0, place, buffer(out), given)
+    assert not out.any()
+    assert kv[:, 5].isnan().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n_groups=st.integers(1, 20),
+    size=st.sampled_from([1e-6, 1.0, 30.0, 1e3]),
+    seed=st.integers(0, 1000),
+)
+def test_the_gate_of_gelu_is_the_formula(n_groups, size, seed):
+    gate_up, out = size * normal(2, 64 * n_groups, seed=seed), Quantized(2, 32 * n_groups)
+    fused.gate(buffer(gate_up), out, "gelu")
+    gate, up = gate_up.double().chunk(2, 1)
+    assert_rounds(out, gelu(gate, approximate="tanh") * up)
 
 
 @settings(max_examples=25, deadline=None)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds4py.errors import KernelError
 from ds4py.kernels.cpu.activations import quantize
 from ds4py.kernels.cpu.blocks import LAYOUTS
 from ds4py.kernels.cpu.gemv import PackedRows
@@ -254,13 +255,16 @@ def test_memory_for_rounded_activations_can_be_used_again():
 
 
 @pytest.mark.parametrize("form", SOME)
-def test_parts_of_matrices_and_of_activations_share_memory_and_give_the_same(form):
+def test_parts_of_a_matrix_and_rows_of_a_batch_give_the_same(form):
     raw = matrix(form, (40, WIDTH)).raw
     packed, x = PackedRows(raw, form), quantize(activations(5, WIDTH))
-    whole, part = torch.empty(5, 40), torch.empty(3, 17)
+    whole, part = torch.empty(5, 40), torch.full((5, 17), torch.nan)
     packed.multiply(x, buffer(whole))
     some = packed.part(11, 28)
-    some.multiply(x.part(1, 4), buffer(part))
-    assert torch.equal(part, whole[1:4, 11:28])
+    some.multiply(x, buffer(part), rows=(1, 4))
+    assert torch.equal(part[1:4], whole[1:4, 11:28])
+    assert part[[0, 4]].isnan().all(), "other rows are left alone"
+    with pytest.raises(KernelError, match="rows of a product"):
+        some.multiply(x, buffer(part), rows=(3, 6))
     assert torch.equal(some.decode(0, 17), packed.decode(11, 28))
     assert some._raw.address == packed._raw.rows(11, 12).address

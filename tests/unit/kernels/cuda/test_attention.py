@@ -16,16 +16,18 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from ds4py.errors import ModelError
+from ds4py.errors import KernelError, ModelError
 from ds4py.kernels.cache import CacheTensor, Segment
 from ds4py.kernels.cuda import decode_attention
 from ds4py.kernels.cuda.chunk_attention import attend_chunk
 from ds4py.kernels.cuda.decode_attention import attend_sessions, splits
 from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
 from ds4py.kernels.cuda.element_types import kind_of
-from ds4py.kernels.cuda.rope_store import rotate_and_store
+from ds4py.kernels.cuda.rope_store import HeadNorms, rotate_and_store
 from ds4py.kernels.cuda.sinkhorn import balanced
+from ds4py.kernels.scores import ScoreRules
 from ds4py.layers import attention
+from ds4py.layers.norm import RmsNorm
 from ds4py.layers.rope import Rope, RopeParams
 from ds4py.models.deepseek4.hyper import Sinkhorn
 
@@ -82,6 +84,63 @@ def test_each_session_attends_to_its_own_rows(dtype, n_groups, per_group, D):
     for row, one, kv, at in zip(got, q, sessions, positions, strict=True):
         error = (row.double() - expected(one, kv, at + 1)).abs().max()
         assert error < ROUNDING[dtype]
+
+
+RULES = {
+    "scale": {"scale": 0.4},
+    "window": {"window": 70},
+    "window of one": {"window": 1},
+    "cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": True},
+    "all": {"scale": 0.3, "window": 100, "soft_cap": 2.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_of_scores_equal_torchs(dtype, rule):
+    """Windows that begin inside a block of keys, and that leave some programs without keys."""
+    given = RULES[rule] | ({"sinks": torch.randn(6)} if RULES[rule].get("sinks") else {})
+    rules, form = ScoreRules(**given), CacheTensor((4, 300, 24), dtype)
+    positions = [0, 69, 70, 164, 299]
+    sessions = caches([at + 1 for at in positions], form)
+    q = torch.randn(len(positions), 2, 3, 24)
+    step = step_of(sessions, positions)
+    got = attend_sessions(q, step.addresses[0], step.positions, form, rules)
+    for row, one, kv, at in zip(got, q, sessions, positions, strict=True):
+        want = attention.attend_one(one, kv.float(), at + 1, rules)[0]
+        assert (row.float() - want).abs().max() < ROUNDING[dtype]
+
+
+def test_sinks_of_another_size_are_refused():
+    form = CacheTensor((4, 64, 16), F32)
+    step = step_of(caches([9], form), [8])
+    q, rules = torch.randn(1, 2, 2, 16), ScoreRules(sinks=torch.zeros(3))
+    with pytest.raises(KernelError, match="sinks"):
+        attend_sessions(q, step.addresses[0], step.positions, form, rules)
+
+
+@pytest.mark.parametrize("D", [16, 24])
+def test_heads_are_normed_before_they_turn(D):
+    n_heads, n_groups = 3, 1
+    form = CacheTensor((2 * n_groups, 40, D), F32)
+    rope = Rope(RopeParams(n_dims=8, base=100.0), 40, DEVICE)
+    norms = HeadNorms(torch.randn(D), torch.randn(D), 1e-2)
+    sessions = caches([0, 0], form)
+    qkv = torch.randn(2, (n_heads + 2 * n_groups) * D)
+    turned, step = qkv.clone(), step_of(sessions, [5, 39])
+    table = rope.at(0, 40)
+    rotate_and_store(turned, table, step.addresses[0], step.positions, form, norms)
+    for row, old, kv, at in zip(turned, qkv, sessions, [5, 39], strict=True):
+        heads = old.clone().view(1, -1, D)
+        heads[0, :n_heads] = RmsNorm(norms.q, norms.eps, F32)(heads[0, :n_heads])
+        heads[0, n_heads:-1] = RmsNorm(norms.k, norms.eps, F32)(heads[0, n_heads:-1])
+        rope.rotate_(heads[:, : n_heads + n_groups], rope.at(at, 1))
+        assert torch.allclose(row.view(-1, D)[:n_heads], heads[0, :n_heads], atol=1e-5)
+        assert torch.allclose(kv[:, at], heads[0, n_heads:], atol=1e-5)
+    short = HeadNorms(torch.ones(D - 8), torch.ones(D), 1e-2)
+    with pytest.raises(KernelError, match="norm of heads"):
+        rotate_and_store(turned, table, step.addresses[0], step.positions, form, short)
 
 
 def test_a_sessions_bits_do_not_depend_on_the_others(monkeypatch):
