@@ -13,7 +13,7 @@ import pytest
 from ds4py.config import EngineConfig
 from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, open_runner
-from tests.golden import load_npz
+from tests.support.golden import load_npz
 from tools.make_family_golden import SIZES, TOKENS, write
 
 TOLERANCE = {"f32": 1e-5, "bf16": 0.03}
