@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ds4py.api.llm import LLM
     from ds4py.config import SamplingParams
 
-__version__: Final = "0.1.1"
+__version__: Final = "0.2.0"
 
 __all__ = ["LLM", "ChatSession", "Figures", "Generation", "Piece", "SamplingParams"]
 

@@ -233,7 +233,7 @@ def test_every_way_to_a_connection_is_found() -> None:
 # names that wait, all of which tests/unit/test_waits.py tries on a busy machine, and others
 LONGEST_CLASS = 250
 LONG_CLASSES = {
-    "LocalRunner": "the whole of one contract; its caches want a table of their own",
+    "LocalRunner": "the whole of one contract, which has nineteen members",
     "ClusterSession": "one timeline, and every way in which a stage may fail it",
     "DiskCache": "one folder, one lock, and every step that must hold it",
     "PipelinedRun": "one loop with its state, each step of it a method",

@@ -1,8 +1,7 @@
 """`LocalRunner`: one machine's slice with its caches, as `contracts.ModelRunner`.
 
-Owns: sessions on this stage (slot, length), the checks of a span before it runs. Refuses to know:
-prefix hashes, peers, files. Invariant: a span that is refused changed nothing; a session's length
-counts the cache rows that are valid, or will be when what is queued on the device has run.
+Owns: the model with its caches, forming and queueing its batches. Refuses to know: prefix hashes,
+peers, files. Invariant: a span that is refused changed nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ds4py.contracts import (
     ForwardOutput,
     ForwardRequest,
     ModelCard,
-    OutputKind,
     PendingForward,
     PlainForm,
     SessionId,
@@ -29,27 +27,14 @@ from ds4py.engine.cuda_graphs import graphed
 from ds4py.engine.host_staging import Later, Staging, active, staging_for
 from ds4py.engine.kv_pool import KvPool, KvUse
 from ds4py.engine.outputs import answers
-from ds4py.errors import CapacityError, Ds4Error, ModelError
+from ds4py.engine.request_checks import RequestChecks
+from ds4py.engine.session_caches import SessionCache, SessionCaches
+from ds4py.errors import Ds4Error, ModelError
 from ds4py.kernels.cache import CacheTensor, Segment
 from ds4py.kernels.cuda.decode_step import DecodeStep, step_numbers
 from ds4py.layer_range import LayerRange
 from ds4py.models.base import Slice
 from ds4py.snapshot import Capacities, read_shard, saved_sizes, write_shard
-
-
-@dataclass(slots=True)
-class _CacheSlot:
-    """A session of this stage.
-
-    Args:
-        slot: Its place in the pool.
-        length: Tokens that the cache holds.
-        floor: Shortest length that it can be cut back to, except for 0.
-    """
-
-    slot: int
-    length: int = 0
-    floor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +43,7 @@ class _ForwardJob:
 
     index: int
     work: ForwardRequest
-    timeline: _CacheSlot
+    cache: SessionCache
 
 
 class _Moment(Protocol):
@@ -106,7 +91,7 @@ class LocalRunner:
         staging: Staging | None = None,
     ):
         self._model: Slice | None = model
-        self._pool: KvPool | None = pool
+        self._caches: SessionCaches | None = SessionCaches(pool, model.rewind_floor)
         self._card = card
         self._layers = layers
         self._device = device
@@ -116,7 +101,7 @@ class LocalRunner:
         self.capacities = capacities
         self._has_head = model.has_head
         self._can_rewind = model.rewind_floor(n_ctx) == 0
-        self._timelines: dict[SessionId, _CacheSlot] = {}
+        self._checks = RequestChecks(card, layers, n_ctx, model.has_head)
         self._staging = staging or staging_for(device)
         with active(device):
             self._graphed = graphed(model.recordable, device)
@@ -165,7 +150,7 @@ class LocalRunner:
     @property
     def kv_use(self) -> KvUse:
         """The cache budget and what of it sessions hold."""
-        return self._open_pool().use
+        return self._open_caches().pool.use
 
     @property
     def device(self) -> torch.device:
@@ -194,8 +179,10 @@ class LocalRunner:
         single: list[_ForwardJob] = []
         for index, work in enumerate(batch):
             try:
-                self._check(work)
-                job = _ForwardJob(index, work, self._timeline(work))
+                self._checks.check(work, self.length(work.session) or 0)
+                end = work.pos0 + len(work.tokens)
+                cache = self._open_caches().begin(work.session, end, reset=work.reset)
+                job = _ForwardJob(index, work, cache)
             except Ds4Error as error:
                 refused[index] = error
                 continue
@@ -224,13 +211,7 @@ class LocalRunner:
         Raises:
             ModelError: There is no head here, or the batch is empty or of another width.
         """
-        if not self._has_head:
-            raise ModelError(
-                "logits", got="a slice without the output head", expected="the last slice"
-            )
-        if row.rows < 1:
-            raise ModelError("hidden state", got="no rows", expected="at least one")
-        self._check_width(row)
+        self._checks.check_row(row)
         with active(self._device):
             hidden = self._staging.upload(row)[-1:]
             logits: F32 = self._staging.fetch(self._open_model().logits(hidden))()[0]
@@ -238,40 +219,23 @@ class LocalRunner:
 
     def length(self, session: SessionId) -> int | None:
         """Return the number of cached tokens, None for an unknown session."""
-        timeline = self._timelines.get(session)
-        return None if timeline is None else timeline.length
+        cache = None if self._caches is None else self._caches.get(session)
+        return None if cache is None else cache.length
 
     def rewind(self, session: SessionId, n_tokens: int) -> None:
-        """Keep the first `n_tokens` of a session.
-
-        Raises:
-            ModelError: The session is unknown or shorter, or its cache no longer holds what a
-                timeline of that length needs.
-        """
-        timeline = self._cuttable("rewind", session, n_tokens)
-        timeline.length = n_tokens
-        self._open_pool().resize(timeline.slot, n_tokens)
+        """Keep the first `n_tokens` of a session; raises as `SessionCaches.rewind`."""
+        self._open_caches().rewind(session, n_tokens)
 
     def reserve(self, session: SessionId, n_tokens: int) -> None:
         """Take memory ahead of spans; see `contracts.ModelRunner.reserve`."""
-        timeline = self._timelines.get(session)
-        if timeline is None or n_tokens > timeline.length:
-            self._held(session, n_tokens)
+        if n_tokens > (self.length(session) or 0) or self.length(session) is None:
+            self._open_caches().hold(session, n_tokens)
 
     @torch.inference_mode()
     def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:
-        """Copy the first tokens of a session to another; see `contracts.ModelRunner.fork`.
-
-        Raises:
-            ModelError: The source is unknown or shorter, or its cache no longer holds what a
-                timeline of that length needs.
-            CapacityError: There is no slot or no memory for the target.
-        """
-        origin = self._cuttable("fork", source, n_tokens)
-        timeline = self._held(target, n_tokens)
+        """Copy the first tokens of a session to another; raises as `SessionCaches.fork`."""
         with active(self._device):
-            self._open_pool().copy(origin.slot, timeline.slot, n_tokens)
-        timeline.length, timeline.floor = n_tokens, origin.floor
+            self._open_caches().fork(source, target, n_tokens)
 
     def save_cache(self, session: SessionId) -> list[memoryview]:
         """Return a copy of a session's cache; see `contracts.ModelRunner.save_cache`."""
@@ -292,11 +256,12 @@ class LocalRunner:
         Raises:
             ModelError: The session is unknown or empty.
         """
-        timeline = self._timelines.get(session)
-        if timeline is None or not timeline.length:
+        caches = self._open_caches()
+        held = caches.get(session)
+        if held is None or not held.length:
             raise ModelError(f"session {session}", got="no tokens", expected="a timeline to save")
-        cache = self._open_pool().cache(timeline.slot)
-        return timeline.length, self._open_model().export_cache(cache, timeline.length)
+        cache = caches.pool.cache(held.slot)
+        return held.length, self._open_model().export_cache(cache, held.length)
 
     @torch.inference_mode()
     def import_cache(
@@ -310,108 +275,22 @@ class LocalRunner:
             CapacityError: The session is new and every slot is taken, or the cache budget is used
                 up; the session is as before.
         """
-        timeline = self._held(session, n_tokens)
-        timeline.length = 0  # what is there now is overwritten, whatever happens
-        cache = self._open_pool().cache(timeline.slot)
-        self._open_model().import_cache(cache, n_tokens, saved)
-        timeline.length = n_tokens
+        caches = self._open_caches()
+        held = caches.hold(session, n_tokens)
+        held.length = 0  # what is there now is overwritten, whatever happens
+        self._open_model().import_cache(caches.pool.cache(held.slot), n_tokens, saved)
+        held.length = n_tokens
         # rows that stood in a ring before the last ones are not saved
-        timeline.floor = 0 if isinstance(self._card.cache_form, PlainForm) else n_tokens
+        held.floor = 0 if isinstance(self._card.cache_form, PlainForm) else n_tokens
 
     def drop(self, session: SessionId) -> None:
         """Free a session's slot; an unknown session is no error."""
-        timeline = self._timelines.pop(session, None)
-        if timeline is not None and self._pool is not None:
-            self._pool.release(timeline.slot)
+        if self._caches is not None:
+            self._caches.drop(session)
 
     def close(self) -> None:
         """Free weights and caches; idempotent."""
-        self._timelines.clear()
-        self._model = self._pool = self._graphed = None
-
-    def _check(self, work: ForwardRequest) -> None:
-        """Refuse a span that cannot be evaluated; changes nothing."""
-        n_tokens = len(work.tokens)
-        if n_tokens < 1:
-            raise ModelError("span", got="no tokens", expected="at least one")
-        self._check_input(work)
-        if work.output_kind is OutputKind.LOGITS and not self._has_head:
-            raise ModelError("logits", got=f"layers {self._layers}", expected="the output head")
-        if not 1 <= work.n_logits <= n_tokens:
-            raise ModelError("rows with logits", got=work.n_logits, expected=f"1 to {n_tokens}")
-        held = self.length(work.session) or 0
-        expected = 0 if work.reset else held
-        if work.pos0 != expected:
-            raise ModelError(
-                f"position of session {work.session}", got=work.pos0, expected=expected
-            )
-        if work.pos0 + n_tokens > self._n_ctx:
-            raise CapacityError(
-                "context of the session", needed=work.pos0 + n_tokens, available=self._n_ctx
-            )
-
-    def _check_input(self, work: ForwardRequest) -> None:
-        if (work.hidden is None) != (self._layers.start == 0):
-            got, expected = ("tokens only", "hidden states")[:: 1 if work.hidden is None else -1]
-            raise ModelError(f"input of layers {self._layers}", got=got, expected=expected)
-        if work.hidden is not None:
-            self._check_width(work.hidden)
-            if work.hidden.rows != len(work.tokens):
-                raise ModelError(
-                    "hidden state",
-                    got=f"{work.hidden.rows} rows",
-                    expected=f"{len(work.tokens)}, one for each token",
-                )
-        if not (min(work.tokens) >= 0 and max(work.tokens) < self._card.n_vocab):
-            bad = next(token for token in work.tokens if not 0 <= token < self._card.n_vocab)
-            raise ModelError("token id", got=bad, expected=f"0 to {self._card.n_vocab - 1}")
-
-    def _check_width(self, batch: HiddenBatch) -> None:
-        if batch.width != self._card.hidden_width:
-            raise ModelError(
-                "hidden state",
-                got=f"{batch.width} values a token",
-                expected=self._card.hidden_width,
-            )
-
-    def _timeline(self, work: ForwardRequest) -> _CacheSlot:
-        """Return the session's timeline with memory for the span, emptied if asked for."""
-        timeline = self._held(work.session, work.pos0 + len(work.tokens))
-        if work.reset:
-            timeline.length = 0
-        if not timeline.length:
-            timeline.floor = 0
-        return timeline
-
-    def _cuttable(self, why: str, session: SessionId, n_tokens: int) -> _CacheSlot:
-        """Return a session's timeline if its cache could be cut to so many tokens."""
-        timeline = self._timelines.get(session)
-        held = "an unknown session" if timeline is None else f"{timeline.length} tokens"
-        if timeline is None or not 0 <= n_tokens <= timeline.length:
-            raise ModelError(f"{why} of session {session}", got=held, expected=f">= {n_tokens}")
-        if n_tokens and n_tokens < timeline.floor:
-            raise ModelError(
-                f"{why} of session {session} with {held}",
-                got=f"a cut at {n_tokens}",
-                expected=f"0, or {timeline.floor} to {timeline.length}: older rows are gone",
-            )
-        return timeline
-
-    def _held(self, session: SessionId, n_tokens: int) -> _CacheSlot:
-        """Return a session's timeline with memory for so many tokens; a new one takes a slot."""
-        timeline = self._timelines.get(session)
-        if timeline is None:
-            timeline = self._timelines[session] = _CacheSlot(self._open_pool().acquire(n_tokens))
-        else:
-            self._open_pool().resize(timeline.slot, n_tokens)
-        return timeline
-
-    def _extend(self, job: _ForwardJob) -> None:
-        """Count the tokens of a span that was queued."""
-        timeline = job.timeline
-        timeline.length = job.work.pos0 + len(job.work.tokens)
-        floor = self._open_model().rewind_floor(timeline.length)
-        timeline.floor = max(timeline.floor, floor)
+        self._model = self._caches = self._graphed = None
 
     @torch.inference_mode()
     def _evaluate(self, jobs: Sequence[_ForwardJob]) -> _Begun:
@@ -420,7 +299,8 @@ class LocalRunner:
         with active(self._device):
             hidden = self._forward(jobs)
             for job in jobs:
-                self._extend(job)
+                end = job.work.pos0 + len(job.work.tokens)
+                self._open_caches().extend(job.cache, end)
             works = [job.work for job in jobs]
             outputs = answers(works, hidden, self._open_model().logits, self._staging)
             computed = torch.get_device_module(self._device).Event()
@@ -442,15 +322,14 @@ class LocalRunner:
         return _Begun(lambda: finished, computed)
 
     def _forward(self, jobs: Sequence[_ForwardJob]) -> torch.Tensor:
-        model, pool = self._open_model(), self._open_pool()
+        model, pool = self._open_model(), self._open_caches().pool
         ids = [token for job in jobs for token in job.work.tokens]
         parts = [
             self._staging.upload(job.work.hidden) for job in jobs if job.work.hidden is not None
         ]
         given = torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
         segments = [
-            Segment(pool.cache(job.timeline.slot), job.work.pos0, len(job.work.tokens))
-            for job in jobs
+            Segment(pool.cache(job.cache.slot), job.work.pos0, len(job.work.tokens)) for job in jobs
         ]
         if self._graphed is not None and len(ids) == len(jobs):
             numbers = self._staging.integers(step_numbers(ids, segments))
@@ -464,7 +343,7 @@ class LocalRunner:
             raise ModelError("runner", got="closed", expected="open")
         return self._model
 
-    def _open_pool(self) -> KvPool:
-        if self._pool is None:
+    def _open_caches(self) -> SessionCaches:
+        if self._caches is None:
             raise ModelError("runner", got="closed", expected="open")
-        return self._pool
+        return self._caches

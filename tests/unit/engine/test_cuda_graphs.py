@@ -121,7 +121,7 @@ class Stepping:
 
     def __init__(self, runner):
         self._inner = runner._model
-        pool = runner._pool
+        pool = runner._caches.pool
         self._tensors = {
             part.data_ptr(): part for slot in range(pool.n_slots) for part in pool.cache(slot)
         }

@@ -18,7 +18,7 @@ from ds4py.config import EngineConfig
 from ds4py.contracts import ForwardOutput, ForwardRequest, OutputKind, SessionId
 from ds4py.engine import LocalRunner, host_memory, open_runner
 from ds4py.engine.kv_pool import PAGE_TOKENS, KvPool, KvUse, default_budget
-from ds4py.errors import CapacityError, ConfigError, Ds4Error
+from ds4py.errors import CacheFullError, CapacityError, ConfigError, Ds4Error
 from ds4py.kernels.cache import CacheTensor
 from tests.support.toys import toy_llama
 from tools.toy_deepseek4 import toy_deepseek4
@@ -306,7 +306,7 @@ def test_a_new_session_that_is_refused_takes_no_slot(model):
     assert [type(answer) for answer in runner.run([work(s, 1) for s in (A, B, C)])] == [
         ForwardOutput,
         ForwardOutput,
-        CapacityError,
+        CacheFullError,
     ]
 
 
@@ -379,7 +379,7 @@ def test_a_saved_session_that_the_budget_has_no_room_for_is_refused(tmp_path):
     saver = open_runner(EngineConfig(model=path, threads=1, n_slots=2, n_ctx=64))
     one(saver, work(A, 9))
     saved = memoryview(b"".join(saver.save_cache(A)))
-    slot = saver._open_pool().slot_bytes
+    slot = saver.kv_use.used
     config = EngineConfig(model=path, threads=1, n_slots=2, n_ctx=64, kv_budget=slot)
     runner = open_runner(config)
     runner.load_cache(A, 9, saved)

@@ -257,7 +257,8 @@ def test_a_prompt_and_single_tokens_can_be_one_batch(toy, precision):
 
 
 def mixed_job(runner: LocalRunner, work: ForwardRequest):
-    return _ForwardJob(0, work, runner._timeline(work))
+    end = work.pos0 + len(work.tokens)
+    return _ForwardJob(0, work, runner._caches.begin(work.session, end, reset=work.reset))
 
 
 @pytest.mark.parametrize("change", ["narrow rotation", "one matrix of F16"])
@@ -277,7 +278,7 @@ def test_a_fused_step_updates_the_hidden_states_that_it_was_given(toy):
     """As the plain one does."""
     runner = runner_of(toy)
     model, job = runner._open_model(), mixed_job(runner, span(0, (12,), 0))
-    segment = Segment(runner._open_pool().cache(job.timeline.slot), 0, 1)
+    segment = Segment(runner._caches.pool.cache(job.cache.slot), 0, 1)
     hidden = model.embed(torch.tensor([12]))
     before = hidden.clone()
     assert model.forward(hidden, torch.tensor([12]), [segment]) is hidden
