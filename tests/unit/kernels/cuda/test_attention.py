@@ -109,7 +109,9 @@ def test_rules_of_scores_equal_torchs(dtype, rule):
     got = attend_sessions(q, step.addresses[0], step.positions, form, rules)
     for row, one, kv, at in zip(got, q, sessions, positions, strict=True):
         want = attention.attend_one(one, kv.float(), at + 1, rules)[0]
-        assert (row.float() - want).abs().max() < ROUNDING[dtype]
+        # bfloat16 rounds large values by more
+        error = (row.float() - want).abs() / want.abs().clamp(min=1)
+        assert error.max() < ROUNDING[dtype]
 
 
 def test_sinks_of_another_size_are_refused():
