@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]  # the package has no annotations
 import torch
 
 from ds4py.config import ActQuant, Precision
+from ds4py.engine.container_limits import ContainerLimits, read_limits
 from ds4py.errors import ConfigError
 
 MAX_AUTO_THREADS: Final = 12
@@ -51,18 +52,26 @@ def rounds_activations(choice: ActQuant, device: torch.device, dtype: torch.dtyp
 def set_threads(n_threads: int | None) -> int:
     """Set torch's threads for the whole process and return their number.
 
-    None takes the processor's cores that this process may use, at most 12: more threads than free
-    cores slow the CPU's small products down by a factor of ten.
+    None takes the processor's cores that this process and its container may use, at most 12: more
+    threads than free cores slow the CPU's small products down by a factor of ten.
     """
-    count = n_threads if n_threads is not None else min(_usable_cores(), MAX_AUTO_THREADS)
+    count = n_threads if n_threads is not None else min(usable_cores(), MAX_AUTO_THREADS)
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
     return count
 
 
-def _usable_cores() -> int:
+def usable_cores(limits: ContainerLimits | None = None) -> int:
+    """Return the cores that this process may keep busy, at least 1.
+
+    Args:
+        limits: Of its container; None reads them.
+    """
     try:
         allowed = len(psutil.Process().cpu_affinity())
     except AttributeError:  # systems without affinity
         allowed = psutil.cpu_count() or 1
+    cores = (limits or read_limits()).cores
+    if cores is not None:
+        allowed = min(allowed, int(cores))
     return max(min(allowed, psutil.cpu_count(logical=False) or allowed), 1)

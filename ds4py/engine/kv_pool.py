@@ -20,6 +20,7 @@ import psutil  # type: ignore[import-untyped]  # the package has no annotations
 import torch
 
 from ds4py.engine import host_memory
+from ds4py.engine.container_limits import ContainerLimits, read_limits
 from ds4py.errors import CacheFullError, CapacityError
 from ds4py.kernels.cache import CacheTensor
 from ds4py.kernels.memory import KernelBuffer
@@ -224,20 +225,23 @@ class _Part:
             host_memory.give_back(start, (end - first) * self.row_bytes)
 
 
-def default_budget(whole: int, device: torch.device) -> int:
+def default_budget(whole: int, device: torch.device, limits: ContainerLimits | None = None) -> int:
     """Return what sessions may hold if the user does not say.
 
     Args:
         whole: Bytes of all of them, if every one used its whole context.
         device: Where they live.
+        limits: Of the container; None reads them.
 
     Returns:
-        All that they could need, but on the CPU at most half of the memory that is free now.
+        All that they could need, but on the CPU at most half of the memory that is free now, for
+        the machine and for the container.
     """
     if device.type != "cpu":
         return whole
     free: int = psutil.virtual_memory().available
-    return min(whole, free // 2)
+    left = (limits or read_limits()).memory_left
+    return min(whole, (free if left is None else min(free, left)) // 2)
 
 
 def _reserved(

@@ -16,6 +16,7 @@ import torch
 from ds4py.config import DEFAULT_CTX, EngineConfig
 from ds4py.contracts import ModelCard
 from ds4py.engine.cache_io import cache_form, capacities
+from ds4py.engine.container_limits import ContainerLimits, read_limits
 from ds4py.engine.device import choose_device, set_threads
 from ds4py.engine.kv_pool import KvPool
 from ds4py.engine.loader import LoadProgress, load_slice, read_shape
@@ -61,6 +62,9 @@ def open_runner(
         CapacityError: There is not enough memory for the caches, or the budget is too small.
     """
     device = choose_device(config.device)
+    limits = read_limits()
+    if limits != ContainerLimits():
+        log.info("the container limits this process: %s", limits)
     set_threads(config.threads)
     remember_verdicts()
     with GgufFile.open(config.model) as file:
