@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM: the first asks, the second insists.
+"""Ctrl+C, SIGTERM and a hang-up: the first asks, the second insists.
 
 Owns: the handlers while a program runs. Refuses to know: what stops. Invariant: a second signal
 ends the process at once with status 130.
@@ -19,7 +19,10 @@ _INTERRUPTED: Final = 130
 
 @contextmanager
 def stop_signal() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets."""
+    """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets.
+
+    A hang-up that is ignored stays so: `nohup` has a program outlive its terminal.
+    """
     stopping = threading.Event()
 
     def handle(_: int, __: FrameType | None) -> None:
@@ -27,7 +30,10 @@ def stop_signal() -> Iterator[threading.Event]:
             os._exit(_INTERRUPTED)
         stopping.set()
 
-    previous = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield stopping
     finally:

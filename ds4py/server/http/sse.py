@@ -20,7 +20,12 @@ from ds4py.server.errors import describe, json_response
 from ds4py.server.requests.events import Answer, Done, Prefilling, Queued, ReplyEvent, Started
 from ds4py.server.requests.queue import RequestHandle
 
-_HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream"),
+    # a proxy between must neither collect pieces nor compress them, which collects them as well
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),  # nginx's own word for the same
+]
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM: the first asks, the second insists."""
+"""Ctrl+C, SIGTERM and a hang-up: the first asks, the second insists."""
 
 from __future__ import annotations
 
@@ -12,14 +12,28 @@ import pytest
 from ds4py.cli.signals import stop_signal
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_sets_the_event(number) -> None:
-    before = signal.getsignal(number)
-    with stop_signal() as stopping:
-        assert not stopping.is_set()
-        os.kill(os.getpid(), number)
-        assert stopping.wait(10)
-    assert signal.getsignal(number) is before
+    inherited = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with stop_signal() as stopping:
+            assert not stopping.is_set()
+            os.kill(os.getpid(), number)
+            assert stopping.wait(10)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, inherited)
+
+
+def test_a_program_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signal() as stopping:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stopping.wait(0.1)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_second_signal_ends_the_process_at_once() -> None:

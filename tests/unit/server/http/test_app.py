@@ -258,7 +258,8 @@ def test_a_second_turn_reports_cached_tokens():
 def test_a_chat_stream_has_its_order():
     response = chat(backend("Hey"), stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"] == "text/event-stream"
-    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["cache-control"] == "no-cache, no-transform"
+    assert response.headers["x-accel-buffering"] == "no"
     *chunks, end = sse(response.text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
     assert deltas == [
