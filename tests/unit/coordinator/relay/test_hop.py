@@ -62,6 +62,19 @@ def scene(timeout: float = 10, alive_timeout: float | None = None) -> Iterator[S
             s.peer.close()
 
 
+def test_only_spans_of_several_tokens_are_chunks_that_others_wait_behind() -> None:
+    """Single tokens take their turns on the stages anyway: they need no second connection."""
+    with scene() as s:
+        s.post(1)
+        assert not s.link.carries_chunks
+        s.link.post(make_work([HOP], [], [5, 6], request_id=2), s.box)
+        assert s.link.carries_chunks
+        for _ in range(2):
+            s.peer.send(encode(logits_for(take_work(s.peer))))
+        assert [s.reply().request_id for _ in range(2)] == [1, 2]
+        assert not s.link.carries_chunks
+
+
 def test_answers_find_their_request_in_any_order() -> None:
     with scene() as s:
         for n in (1, 2, 3):
