@@ -132,7 +132,7 @@ class Pipeline(Protocol):
 
 
 class PipelineSource(Protocol):
-    """Where sessions get their pipelines: whoever keeps the workers."""
+    """Where sessions get their pipelines: what keeps the workers."""
 
     @property
     def card(self) -> ModelCard:

@@ -209,7 +209,8 @@ class _TensorReader:
             return None
         with self._file.raw(name) as data:
             need = self._needs[name]
-            shape = info.shape if need.more_rows else need.shape  # equal but for axes of length 1
+            # both are equal, except for axes of length 1
+            shape = info.shape if need.more_rows else need.shape
             tensor = QuantTensor.from_bytes(name, info.type_id, shape, data, self._device)
         self._file.release(name)
         self._done += info.n_bytes

@@ -1,7 +1,7 @@
 """Whether a slice can evaluate what it is asked for.
 
 Owns: the checks of a request before it runs. Refuses to know: devices, caches. Invariant: what
-passes here cannot make the model read or write beyond its tensors, whoever asked.
+passes here cannot make the model read or write beyond its tensors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns: the device thread, the table of sessions, the marks of aborted requests, and keeping the three
 in step: admission, making room, commit and rollback, copies, saving. Refuses to know: frames,
-sockets, routes. Invariant: table and caches are touched on the device thread only (but for
-`release`), so that a session's entry always says what its cache holds.
+sockets, routes. Invariant: table and caches are touched on the device thread only (except
+by `release`), so that a session's entry always says what its cache holds.
 
 A request passes here in three steps, all of them on the device thread:
 
@@ -11,7 +11,7 @@ A request passes here in three steps, all of them on the device thread:
    cut back or given memory.
 2. `started`, when the runner has accepted it: its tokens count from now on, so that the session's
    next chunk can be admitted while this one is still computed.
-3. `finish`: a failure takes back what step 2 has noted, and whoever waits is told.
+3. `finish`: a failure takes back what step 2 has noted, and the one who waits is told.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_MARKS: Final = 256
 
 
 class SessionOwner:
-    """Whoever drives sessions: a connection of a worker, or the coordinator of this process.
+    """What drives sessions: a connection of a worker, or the coordinator of this process.
 
     While one of a session's owners is there, its cache is never given up for another session.
 

@@ -8,7 +8,7 @@ workers, lanes.
 A form that encrypts sends a word of its own and shakes hands in `dial`; in `accept` it takes that
 word off the stream and answers. Both return a stream that wraps the one they got. The word is what
 an `Acceptor` tells the callers of one port apart by, and is never encrypted: so it can be seen
-without being read, and whoever takes the caller over finds the socket untouched.
+without being read, and the one who takes the caller over finds the socket untouched.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Messages of the stock protocol as values, to bytes and back.
 
 Owns: the layout of HELLO and ERROR (docs/spec/wire-protocol.md#hello, #error) and the list of
-messages. Refuses to know: whether the values make sense for a model (that is for whoever receives
-them). Invariant: `decode` of an encoded message equals the message; payloads are views into the
-frame's buffer on the way in and pieces of their own on the way out, never copied.
+messages. Refuses to know: whether the values make sense for a model (the receiver says that).
+Invariant: `decode` of an encoded message equals the message; payloads are views into the frame's
+buffer on the way in and pieces of their own on the way out, never copied.
 """
 
 from __future__ import annotations

@@ -473,7 +473,7 @@ class ResultStatus(IntEnum):
     FAILED = 1
     CACHE_FULL = 0x64733401
     """A failure that goes away when sessions end; said to those only whose hello has `CACHE_FULL`
-    (`ds4py.wire.extensions`). Whoever relays it changes nothing, a plain peer included; the number
+    (`ds4py.wire.extensions`). A relay changes nothing of it, a plain peer included; the number
     is none that a plain peer would choose for an error of its own."""
 
 

@@ -1,7 +1,7 @@
 """Which tensors a described model has in its file, under which names and of which shapes.
 
-Owns: names and shapes. Refuses to know: architectures, bytes, what is computed. Invariant: whoever
-builds a slice asks for no name that is not here.
+Owns: names and shapes. Refuses to know: architectures, bytes, what is computed. Invariant: a slice
+is built from no name that is not here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which workers are connected, and who is told when one comes or goes.
 
 Owns: the registry with its lock, the links, what else leads to a worker, those that a newcomer has
-displaced, whoever watches some of them. Refuses to know: routes, sessions, how workers are found
+displaced, those who watch some of them. Refuses to know: routes, sessions, how workers are found
 and greeted. Invariant: one worker's loss removes that worker only; everyone who waits on `changed`
 is woken by every change, and what is told of a loss is told after the lost one cannot be used.
 
