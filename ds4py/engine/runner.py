@@ -228,8 +228,7 @@ class LocalRunner:
 
     def reserve(self, session: SessionId, n_tokens: int) -> None:
         """Take memory ahead of spans; see `contracts.ModelRunner.reserve`."""
-        if n_tokens > (self.length(session) or 0) or self.length(session) is None:
-            self._open_caches().hold(session, n_tokens)
+        self._open_caches().reserve(session, n_tokens)
 
     @torch.inference_mode()
     def fork(self, source: SessionId, target: SessionId, n_tokens: int) -> None:

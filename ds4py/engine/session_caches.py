@@ -61,6 +61,16 @@ class SessionCaches:
             self.pool.resize(cache.slot, n_tokens)
         return cache
 
+    def reserve(self, session: SessionId, n_tokens: int) -> None:
+        """Take memory ahead of spans; what a session has is never cut.
+
+        Raises:
+            CapacityError: As in `hold`.
+        """
+        cache = self._sessions.get(session)
+        if cache is None or n_tokens > cache.length:
+            self.hold(session, n_tokens)
+
     def begin(self, session: SessionId, end: int, *, reset: bool) -> SessionCache:
         """Return a session's cache with memory for a span that ends there, emptied if asked for."""
         cache = self.hold(session, end)

@@ -1,8 +1,8 @@
 """A queue between threads whose waits end when they should.
 
-Owns: items on their way from any thread to any thread. Refuses to know: what they are. Invariant:
-every item is got once, in the order of putting; a wait ends within its timeout, however busy the
-machine is.
+Owns: items on their way from any thread to any thread, and a semaphore made of that. Refuses to
+know: what they are. Invariant: every item is got once, in the order of putting; a wait ends within
+its timeout, however busy the machine is.
 
 Why not the standard library's: `queue.SimpleQueue.get` of CPython 3.11 (seen with 3.11.7) waits for
 ever if its timeout passes between two looks at the queue, as the time that is left is then

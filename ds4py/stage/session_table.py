@@ -1,10 +1,10 @@
 """Which tokens each session of a stage has cached, and whether a span may continue them.
 
 Owns: the hash validation of docs/spec/wire-protocol.md#kv-sessions, #hash-checks,
-#evaluation-checks and the choice of a session to give up when the cache pool is full. Refuses to
-know: connections (an owner is an opaque object), caches, threads. Invariant: a span is admitted
-only if the session holds exactly the tokens that its prefix hash stands for, or will hold them when
-what the device was given before is evaluated.
+#evaluation-checks, that of #save-request which looks at a session, and the choice of a session to
+give up when the cache pool is full. Refuses to know: connections (an owner is an opaque object),
+caches, threads. Invariant: a span is admitted only if the session holds exactly the tokens that its
+prefix hash stands for, or will hold them when what the device was given before is evaluated.
 """
 
 from __future__ import annotations

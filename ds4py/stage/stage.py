@@ -16,7 +16,6 @@ A request passes here in three steps, all of them on the device thread:
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -29,7 +28,6 @@ from ds4py.layer_range import LayerRange
 from ds4py.stage.executor import DeviceThread
 from ds4py.stage.session_table import CachedSession, SessionTable, StageRequest
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_MARKS: Final = 256

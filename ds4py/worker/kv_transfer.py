@@ -1,9 +1,9 @@
 """A worker hands out its shard of a session, or takes one.
 
-Owns: the checks of docs/spec/wire-protocol.md#save-request, #snapshot-begin, what a peer is
-answered and whether its connection goes on. Refuses to know: what stands in a shard, other
-connections. Invariant: a stream that ends in the middle changes nothing; a shard that was taken
-whole either replaces the session or ends it.
+Owns: the checks of docs/spec/wire-protocol.md#save-request, #snapshot-begin that need no session,
+what a peer is answered and whether its connection goes on. Refuses to know: what stands in a shard,
+other connections. Invariant: a stream that ends in the middle changes nothing; a shard that was
+taken whole either replaces the session or ends it.
 
 All of it runs on the reader of the connection, which therefore reads no spans meanwhile; only
 copying from and to the caches runs on the device thread, behind the spans that came before.

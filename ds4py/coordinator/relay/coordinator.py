@@ -1,8 +1,9 @@
-"""A coordinator: finds its workers, keeps the route, hands out sessions.
+"""A coordinator over DS4D: finds its workers, keeps the pipeline, names sessions.
 
-Owns: the registry and its lock, the links, the dialers, the coordinator's own slice, request ids.
-Refuses to know: prompts, timelines, HTTP. Invariant: one worker's misfortune removes that worker
-only; anyone who waits for a route is woken by every change.
+Owns: the dialers, the coordinator's own layers, the current route and when it is planned again.
+Refuses to know: prompts, timelines, HTTP, who is connected (`workers.membership`). Invariant: a
+pipeline that is handed out leads over links that stood when it was planned; anyone who waits for
+one is woken by every change.
 """
 
 from __future__ import annotations
